@@ -7,9 +7,9 @@ stale, torn or counted twice for a while, because each step brings new ones. But
 from collections.abc import Iterable, Sequence
 
 import torch
+from batch_counts import InvariantViolated
 from sim_processes import WorkerProcess
 
-from topotrain.tools.simulator.batch_counts import InvariantViolated
 from topotrain.training.worker import Worker
 
 

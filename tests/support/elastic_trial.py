@@ -7,6 +7,7 @@ Other faults in the meantime only make it leave sooner. Every batch still counts
 
 from functools import partial
 
+from fault_schedule import MOVES, Fault, FaultKind
 from fault_trial import Trial
 from sim_processes import Killed, WorkerProcess
 
@@ -15,7 +16,6 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.group_departure import GroupDeparture
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft
-from topotrain.tools.simulator.fault_schedule import MOVES, Fault, FaultKind
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
 

@@ -13,7 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from batch_counts import BatchCounts, InvariantViolated
 from cell_observers import CellObserver
+from fault_schedule import ANY, ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
+from faulty_cluster import FaultyCluster, SimWorker, parameters
+from faulty_network import NetworkFaults
+from sim_disks import PublishedSnapshot, SimDisks, passes_of
 from sim_processes import CrashableTransport, CrashableWaiter, Killed, PeerSender, WorkerProcess
 from torch import nn
 
@@ -34,11 +39,7 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.batch_counts import BatchCounts, InvariantViolated
-from topotrain.tools.simulator.fault_schedule import ANY, ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.sim_cluster import SimCluster, SimWorker, parameters
-from topotrain.tools.simulator.sim_disks import PublishedSnapshot, SimDisks, passes_of
-from topotrain.tools.simulator.sim_network import NetworkFaults, forget_frames
+from topotrain.tools.simulator.sim_network import forget_frames
 from topotrain.tools.simulator.sim_unit_links import reduction_of
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
@@ -123,7 +124,7 @@ class TrialScript:
         client = self._worker.client.extension(InPlaceClient)
         if client.group_epoch().epoch > epoch:
             return False
-        self._worker.go_on_at(client.join().step)
+        self._worker.steps = client.join().step
         # Until it has found a batch: the group may have gone on to the next epoch since the question.
         self._absent, self._alone = False, True
         return True
@@ -153,7 +154,7 @@ class TrialScript:
         """Go on at the step in which a batch is repeated. Raises PeerLost."""
         if self._trial.schedule.assigns:
             raise PeerLost("a step with an assignment is not repeated")
-        self._worker.go_on_at(outcome.next)
+        self._worker.steps = outcome.next
 
     def _train_singly(self, observer: CellObserver) -> None:
         """Train with backup workers: each worker reads batches of its own."""
@@ -161,7 +162,7 @@ class TrialScript:
         me = worker.me.index
         # The others of its group went on meanwhile, so the step to join at is asked for.
         if process.incarnation:
-            worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up().next)
+            worker.steps = worker.client.extension(BackupWorkersClient).catch_up().next
         for epoch in self._epochs:
             stream = (epoch << 32) | STATIC | me
             mine = self._unread(epoch, trial.batches * workers)[me::workers]
@@ -171,12 +172,12 @@ class TrialScript:
                 outcome = self._step(observer, (cell,), (stream, number, number))
                 # The group committed this step without the worker, which computes the batch again for a later step.
                 if outcome.late:
-                    worker.go_on_at(outcome.next)
+                    worker.steps = outcome.next
                 elif not process.over:
                     number += 1
                     self._record(observer, [cell])
             # A worker that has read its batches early joins the others for the next epoch.
-            worker.go_on_at(worker.client.extension(BackupWorkersClient).catch_up(epoch).next)
+            worker.steps = worker.client.extension(BackupWorkersClient).catch_up(epoch).next
 
     def _assign(self, cells: range, place: AssignmentPlace) -> None:
         """Assign the cells of a batch.
@@ -291,7 +292,7 @@ class CrashableSender:
         self._trial.transport.send(process.me, to, message)
 
 
-class Trial(SimCluster):
+class Trial(FaultyCluster):
     """A simulated cluster with faults.
 
     network_faults: instead of the schedule's. absent: groups that start later. before: the trial that crashed, of which
@@ -359,7 +360,8 @@ class Trial(SimCluster):
 
     def _continue(self, before: "Trial") -> None:
         """Take over time, random state, and statistics from the crashed trial."""
-        self.sim.continue_from(before.sim)
+        self.sim.now = before.sim.now
+        self.sim.random.setstate(before.sim.random.getstate())
         self.random.setstate(before.random.getstate())
         self.kills, self.log, self.commits = before.kills, before.log, before.commits
         self.restarts, self.deaths, self._published = before.restarts, before.deaths, before.snapshots
@@ -381,8 +383,8 @@ class Trial(SimCluster):
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
-    def _make_transport(self, network_faults: NetworkFaults | None) -> CrashableTransport:
-        return CrashableTransport(self.sim, self.worker_processes, network_faults)
+    def _make_transport(self) -> CrashableTransport:
+        return CrashableTransport(self.sim, self.worker_processes, self._faults_of_network)
 
     def _make_client(self, me: Address, number: int = 0) -> Client:
         process = self.worker_processes[me] = WorkerProcess(me, number)

@@ -23,10 +23,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from batch_counts import InvariantViolated
 from cell_model import cell_model, outer_plan
 from cell_observers import GroupReplicas, IslandObserver
 from elastic_trial import ElasticTrial
+from fault_schedule import Fault, FaultKind
 from fault_trial import CrashableSender, Trial, TrialScript
+from faulty_cluster import SimWorker, parameters
+from faulty_network import SimClock
+from sim_disks import passes_of
 from sim_processes import Killed, PeerSender, SimPeers, WorkerProcess
 from torch import nn
 
@@ -42,11 +47,6 @@ from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupRed
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.pass_states import PassStates
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
-from topotrain.tools.simulator.batch_counts import InvariantViolated
-from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
-from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
-from topotrain.tools.simulator.sim_disks import passes_of
-from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.worker import Worker
@@ -259,8 +259,8 @@ class IslandTrial(ElasticTrial):
         self.transport.observers.append(self._observe)
         super()._open()
 
-    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        """As `SimCluster._describe`, with other lengths and the outer optimizers."""
+    def _describe(self, schema: tuple[Parameter, ...]) -> tuple[Schema, SliceMap]:
+        """As `FaultyCluster._describe`, with other lengths and the outer optimizers."""
         cells = schema[0].count
         # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
         # and the second server those of the short ones.

@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 
 import torch
 from cell_model import cell_model, outer_plan
+from fault_schedule import Fault, FaultSchedule
 from fault_trial import Trial, TrialScript
+from faulty_cluster import parameters
+from faulty_network import NetworkFaults
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.decision_record.exchange_record import RecordedExchanges, ReplayedExchanges
 from topotrain.extensions.decision_record.order_entries import decode_entries
 from topotrain.extensions.decision_record.process_order import part_of
@@ -28,9 +30,7 @@ from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.tools.replay.decision_file import DecisionFile
 from topotrain.tools.replay.replay_run import RecordedDeaths
-from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
-from topotrain.tools.simulator.sim_cluster import SimServer, parameters
-from topotrain.tools.simulator.sim_network import NetworkFaults
+from topotrain.tools.simulator.sim_cluster import SimServer
 from topotrain.training.adopted_optimizer import adopt
 
 NEAR, FAR = NetworkFaults(delay=(0.0005, 0.004)), NetworkFaults(delay=(0.0002, 0.03))
@@ -171,12 +171,12 @@ class FloatTrial(Trial):
         super().__init__(job, seed, FaultSchedule("calm", batches, EPOCHS, mode, True, faults), network)
         self.counts.elastic = False  # the values are no counts
 
-    def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
-        server = make_server(me, self.job, self.topology, PrivateMemory(), resumed=resumed, order=self._order)
+    def _make_server(self, me: Address) -> SimServer:
+        server = make_server(me, self.job, self.topology, PrivateMemory(), order=self._order)
         return SimServer(server, self.transport)
 
-    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        return super()._describe(parameters(*self._lengths), groups, rate)
+    def _describe(self, schema: tuple[Parameter, ...]) -> tuple[Schema, SliceMap]:
+        return super()._describe(parameters(*self._lengths))
 
     def choices(self, worker: Address, incarnation: int) -> ExchangeChoices:
         return ExchangeChoices() if self._order is None else self._order.choices(worker, incarnation)
@@ -211,7 +211,7 @@ class FloatIslands(FloatTrial):
 
     script_class = FloatIslandScript
 
-    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
+    def _describe(self, schema: tuple[Parameter, ...]) -> tuple[Schema, SliceMap]:
         return outer_plan(self.job, self.topology, parameters(256, 256, 64, 64))
 
 

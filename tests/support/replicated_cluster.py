@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
+import faulty_cluster
 import torch
+from faulty_network import FaultyTransport, NetworkFaults
 from reports import FunctionSender
 from simulation import SMALL, ScriptedWorker
 from torch import nn
@@ -35,8 +37,7 @@ from topotrain.extensions.replication.state_machine import Primary, Standby
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator import sim_cluster
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_network import Simulation
 
 
 @lru_cache
@@ -221,8 +222,8 @@ class SimClientHost(ReplicaClientHost):
         pass
 
 
-class ReplicatedCluster(sim_cluster.SimCluster, ServerFactory):
-    """Arguments as for `SimCluster`; `kill`: of which process (by its first server) what moment is the last."""
+class ReplicatedCluster(faulty_cluster.FaultyCluster, ServerFactory):
+    """Arguments as for `FaultyCluster`; `kill`: of which process (by its first server) what moment is the last."""
 
     lag = 0.0
     """Above 0: the second copies share memory with the first ones, and take up to this long for each message."""
@@ -390,7 +391,7 @@ def flats_of(server: Server) -> list[torch.Tensor]:
     return [server.model.flats.flat("values", s.index).clone() for s in server.model.map.spaces]
 
 
-class TcpLike(SimulatedTransport):
+class TcpLike(FaultyTransport):
     """Messages of one way keep their order; what was under way when a process died is heard before the way's end, or,
     with `loses`, is not."""
 
@@ -410,7 +411,7 @@ class TcpLike(SimulatedTransport):
                 resident = self._residents[peer]
                 self._simulation.at(self._simulation.now + 0.003, partial(resident.lost, dead, "died"))
 
-    def _schedule(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
+    def _travel(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         ages = self.ages.get(me, 0), self.ages.get(to, 0)
         uniform, now = self._simulation.random.uniform, self._simulation.now
         time = self._last[(me, to)] = max(now + uniform(*self.network_faults.delay), self._last.get((me, to), 0.0))

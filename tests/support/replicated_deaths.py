@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from fault_trial import CrashableWaiter, Killed, WorkerProcess
+from faulty_cluster import SimWorker, parameters
 from replicated_cluster import ReplicatedCluster, SimClientHost
 from reports import FunctionSender
 from torch import nn
@@ -25,7 +26,6 @@ from topotrain.core.optim.adapter import describe
 from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.extensions.replication.replica_connections import ReplicaConnections
 from topotrain.launch.runtime.worker_composition import client_extensions
-from topotrain.tools.simulator.sim_cluster import SimWorker, parameters
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import LeaseIterator
 

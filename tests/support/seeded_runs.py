@@ -20,7 +20,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from batch_counts import BatchCounts
 from elastic_trial import ElasticTrial
+from fault_schedule import (
+    MOVES,
+    FaultSchedule,
+    draw,
+    draw_assigns,
+    draw_group_faults,
+    draw_moves,
+    draw_pairs,
+)
 from island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 from topotrain.config.job import (
@@ -44,16 +54,6 @@ from topotrain.config.job import (
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
-from topotrain.tools.simulator.batch_counts import BatchCounts
-from topotrain.tools.simulator.fault_schedule import (
-    MOVES,
-    FaultSchedule,
-    draw,
-    draw_assigns,
-    draw_group_faults,
-    draw_moves,
-    draw_pairs,
-)
 
 
 def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
+from batch_counts import InvariantViolated
+from faulty_network import FaultyTransport, NetworkFaults
+
 from topotrain.comm.transport import Endpoint
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.groups.group_reduction import PeerChannel
-from topotrain.tools.simulator.batch_counts import InvariantViolated
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_network import Simulation
 
 
 # Not an Exception: a script's own `except Exception` must not catch it.
@@ -61,7 +63,7 @@ class CrashableWaiter:
         """As `Simulation.look`."""
 
 
-class CrashableTransport(SimulatedTransport):
+class CrashableTransport(FaultyTransport):
     """A transport on which a worker's connections end with its process."""
 
     def __init__(
@@ -90,7 +92,7 @@ class CrashableTransport(SimulatedTransport):
                 return self._worker_processes[worker], (worker, server)
         return None
 
-    def _schedule(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
+    def _travel(self, me: Address, to: Address, message: m.Message, late: bool) -> None:
         if isinstance(message, m.Fail):  # processes die here, but do not fail
             raise InvariantViolated(f"{me} to {to}: {message.text}")
         time = self._arrival_time(me, to, late)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from cell_model import cell_model
 from elastic_trial import ElasticTrial
+from fault_schedule import Fault, FaultSchedule
 from fault_trial import TrialScript
+from faulty_cluster import parameters
+from faulty_network import SimClock
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
-from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
-from topotrain.tools.simulator.sim_cluster import parameters
-from topotrain.tools.simulator.sim_network import SimClock
 from topotrain.training.adopted_optimizer import adopt
 
 STEP_S = 0.01

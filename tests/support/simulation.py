@@ -1,6 +1,6 @@
 """A whole job on the simulated network: the real servers and the real clients of the workers.
 
-`SimCluster` builds every server and every worker's client of a layout. There are two kinds of workers: a
+`FaultyCluster` builds every server and every worker's client of a layout. There are two kinds of workers: a
 `ScriptedWorker` has no model and pushes the whole numbers that a test gives it (sums of them are exact);
 `ScriptedCluster.worker` is a real one with a model, an optimizer and a loader.
 """
@@ -9,7 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import faulty_cluster
 import torch
+from fault_schedule import STORM, VIEWS
+from faulty_cluster import parameters
+from faulty_network import NetworkFaults
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -20,10 +24,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.tools.simulator import sim_cluster
-from topotrain.tools.simulator.fault_schedule import STORM, VIEWS
-from topotrain.tools.simulator.sim_cluster import parameters
-from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.adopted_optimizer import adopt
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.distributed_loader import DataPlan, ShardedLoader
@@ -60,7 +60,7 @@ def job(groups: int = 1, workers: int = 1, shards: int = 1, **more: Any) -> Job:
     return Job(**{"reduce": Reduce.kSum, "cluster": inside, **more})
 
 
-class ScriptedCluster(sim_cluster.SimCluster):
+class ScriptedCluster(faulty_cluster.FaultyCluster):
     """A simulated cluster with the scripts of a test, and with real workers."""
 
     def __init__(
@@ -151,7 +151,7 @@ class ScriptedCluster(sim_cluster.SimCluster):
         return ShardedLoader(loader, plan, worker.client.extension(DataClient), worker, replay)
 
 
-class ScriptedWorker(sim_cluster.SimWorker):
+class ScriptedWorker(faulty_cluster.SimWorker):
     """A simulated worker with random gradients."""
 
     def numbers(self, low: int = -100, high: int = 100, scale: float = 1.0) -> list[torch.Tensor]:

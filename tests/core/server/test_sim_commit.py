@@ -1,12 +1,13 @@
 """The two-phase commit over the shards: a step is applied everywhere or nowhere, in one order, whatever goes wrong."""
 
 import pytest
+from faulty_network import NetworkFaults
 from seeds import seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, books, job, same, total
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Commit, Push, StepDecision, StepVote
-from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
+from topotrain.tools.simulator.sim_network import Deadlock
 
 pytestmark = pytest.mark.simulated
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from faulty_network import NetworkFaults
 from seeds import seeds
 from simulated_downpour import downpour
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, parameters, same, total
 from torch.utils.data import DataLoader
 
 from topotrain.core.protocol import ReducedGradient
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 
@@ -33,14 +33,15 @@ def test_every_update_counts_exactly_once_where_bodies_are_views():
 
 
 def test_every_update_counts_exactly_once_with_many_buckets(monkeypatch):
+    import faulty_cluster
+
     from topotrain.config.sharding import cut
     from topotrain.core.model import schema as shard
-    from topotrain.tools.simulator import sim_cluster
 
     def small(*args, **_):
         return cut(*args, bucket_bytes=512)
 
-    monkeypatch.setattr(sim_cluster, "cut", small)
+    monkeypatch.setattr(faulty_cluster, "cut", small)
     monkeypatch.setattr(shard, "cut", small)
     schema = parameters(300, 150)
     for seed in seeds(20):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faulty_network import NetworkFaults
 from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, same, total, trace
 from torch import nn
@@ -16,7 +17,7 @@ from topotrain.config.job import Agreement, Grads, Reduce
 from topotrain.config.topology import Address, Role
 from topotrain.core.client.client import JobError, PeerLost, StepEnd
 from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
-from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults
+from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.training.final_parameters import fetch_final
 from topotrain.training.worker import Worker
 

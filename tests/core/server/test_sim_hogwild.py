@@ -1,13 +1,13 @@
 """Distributed Hogwild on the simulated network: server groups agree, and no update is lost or counted twice."""
 
 import pytest
+from faulty_network import NetworkFaults
 from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, job, parameters, same
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Delta, Init, MasterValue, PairOffer, PairReply
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 

@@ -1,13 +1,13 @@
 """Samples are counted where they are applied: each once, whoever dies, whatever the job goes on from."""
 
 import pytest
+from fault_schedule import Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
 from simulation import job
 
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.protocol import Commit
 from topotrain.core.server.step_execution import SampleCounts
-from topotrain.tools.simulator.fault_schedule import Fault, FaultKind, FaultSchedule
 
 
 def worker(group: int, index: int = 0) -> Address:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from faulty_cluster import parameters
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.reporter_parts import context_of, no_connections, worker_of
@@ -23,7 +24,6 @@ from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
 from topotrain.tools.monitor.stragglers import stragglers
-from topotrain.tools.simulator.sim_cluster import parameters
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
 from topotrain.training.step_progress import ProgressReporter

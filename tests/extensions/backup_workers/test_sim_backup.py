@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
+from faulty_network import NetworkFaults
 from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
 from torch import nn
@@ -19,8 +21,6 @@ from topotrain.core.protocol import StepDecision
 from topotrain.core.server.consistency import STATIC
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 

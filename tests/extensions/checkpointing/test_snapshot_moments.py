@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from seeds import seeds
+from sim_disks import PublishedSnapshot
 from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same
 from single_servers import ServerHarness, server
 from snapshot_archive import Archive
@@ -26,7 +27,6 @@ from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.checkpointing.snapshot_messages import SnapshotRequest
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
-from topotrain.tools.simulator.sim_disks import PublishedSnapshot
 
 pytestmark = pytest.mark.simulated
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_network import NetworkFaults
 from in_process_job import (
     Result,
     Trainer,
@@ -33,7 +34,6 @@ from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
 from topotrain.core.server.server import Server
 from topotrain.extensions.compression.error_feedback import codec_for
 from topotrain.extensions.compression.message_filter import ServerEncoding, WorkerEncoding
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 KINDS = ("kFp16", "kBf16", "kInt8", "kTopK")
 SYNCHRONOUS = ("sandblaster", "allreduce", "two by two", "serverless", "one")

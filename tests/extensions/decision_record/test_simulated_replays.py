@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fault_schedule import Fault
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
 from seeded_runs import LAYOUTS
 from seeds import seeds
@@ -12,7 +13,6 @@ from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage, StepMade
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
-from topotrain.tools.simulator.fault_schedule import Fault
 
 pytestmark = pytest.mark.simulated
 

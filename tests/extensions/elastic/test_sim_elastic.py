@@ -5,12 +5,12 @@ import random
 
 import pytest
 from elastic_trial import ElasticTrial
+from fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 from fault_trial import TrialScript
 from seeds import seeds
 from simulation import job
 
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
 
 pytestmark = pytest.mark.simulated
 

@@ -3,15 +3,15 @@
 import random
 
 import pytest
+from fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
 from fault_trial import Trial
+from faulty_network import NetworkFaults
 from seeds import every, seeds
 from simulation import job, trace
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
-from topotrain.tools.simulator.fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 pytestmark = pytest.mark.simulated
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fault_schedule import FAR, FaultSchedule
 from seeded_runs import LAYOUTS, run_seeds, run_trial
 from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, job, parameters
 
 from topotrain.config.job import Agreement
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
-from topotrain.tools.simulator.fault_schedule import FAR, FaultSchedule
 
 pytestmark = pytest.mark.simulated
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fault_schedule import VIEWS, Fault, FaultSchedule
 from fault_trial import Trial
 from seeds import every, seeds
 from simulation import ScriptedCluster, ScriptedWorker, same, total
@@ -14,7 +15,6 @@ from simulation import ScriptedCluster, ScriptedWorker, same, total
 from topotrain.config.job import Cluster, Grads, Job, Link, Reduce
 from topotrain.core.protocol import NO_REVISION
 from topotrain.extensions.host_sums.host_reduction import HostReduction
-from topotrain.tools.simulator.fault_schedule import VIEWS, Fault, FaultSchedule
 
 pytestmark = pytest.mark.simulated
 

@@ -1,11 +1,10 @@
 """Deaths in synchronous groups on the simulated network: the survivors repeat one step, and every batch counts once."""
 
 import pytest
+from fault_schedule import STORM, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
 from seeded_runs import LAYOUTS, run_trial, schedule_of
 from seeds import every, seeds
-
-from topotrain.tools.simulator.fault_schedule import STORM, Fault, FaultKind, FaultSchedule
 
 pytestmark = pytest.mark.simulated
 

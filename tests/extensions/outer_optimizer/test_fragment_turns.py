@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fault_schedule import Fault, FaultKind
 from hypothesis import given
 from hypothesis import strategies as st
 from seeds import seeds
@@ -19,7 +20,6 @@ from topotrain.extensions.outer_optimizer.round_client import RoundClient
 from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound, StepTime
 from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
 from topotrain.extensions.outer_optimizer.rounds import fragment_to_push, rearmost
-from topotrain.tools.simulator.fault_schedule import Fault, FaultKind
 
 pytestmark = pytest.mark.simulated
 

@@ -3,13 +3,13 @@
 from itertools import pairwise
 
 import pytest
+from fault_schedule import Fault
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated_islands import STEP_S, IslandTrial, islands
 
 from topotrain.config.job import Cluster, Pace
 from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, StepTimes
-from topotrain.tools.simulator.fault_schedule import Fault
 
 pytestmark = pytest.mark.simulated
 

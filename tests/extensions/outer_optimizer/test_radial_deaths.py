@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from faulty_cluster import SimWorker
 from replicated_deaths import CrashableCluster
 from simulation import job
 from test_same_bits import OUTER
@@ -26,7 +27,6 @@ from topotrain.core.client.client import StepOutcome
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.extensions.outer_optimizer.radial.radial_marks import MERGE
-from topotrain.tools.simulator.sim_cluster import SimWorker
 
 pytestmark = pytest.mark.simulated
 

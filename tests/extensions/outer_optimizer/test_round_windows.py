@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from faulty_network import SimClock
 from reports import FunctionSender
 from simulation import ScriptedCluster, ScriptedWorker, job
 from test_same_bits import OUTER
@@ -21,7 +22,6 @@ from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeT
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.extensions.replication.replica_host import StandbyFactory
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.tools.simulator.sim_network import SimClock
 
 WORKER = Address(Role.WORKER, 0, 0)
 
@@ -197,7 +197,7 @@ class Decoupled:
         end = StepEnd(backwards=1, weight=1.0, fetch=True, hyper=b"", marks=(), revisions=(0,) * buckets)
         client.steps.begin(worker.steps, end)
         client.steps.finish_later(worker.steps, end, lambda outcome: None)
-        worker.go_on_at(worker.steps + 1)
+        worker.steps = worker.steps + 1
         self.pushes[worker.me.group] += 1
 
     @property

@@ -7,14 +7,14 @@ from typing import Any
 import fault_trial as trial
 import pytest
 import torch
+from fault_schedule import Fault, FaultSchedule
 from fault_trial import Trial
+from faulty_network import NetworkFaults
 from simulation import job
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Commit
 from topotrain.core.server.consistency import EVERYTHING, STATIC, AppliedBatches
-from topotrain.tools.simulator.fault_schedule import Fault, FaultSchedule
-from topotrain.tools.simulator.sim_network import NetworkFaults
 from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
 from topotrain.training.data.lease_queue import LeaseQueue
 
@@ -49,8 +49,7 @@ def entries(root: object) -> Counter[str]:
         elif isinstance(value, list | tuple | set | frozenset | deque):
             found[path] += len(value)
             todo.extend((f"{path}[]", item) for item in value)
-        elif type(value).__module__.startswith("topotrain.tools.simulator"):
-            continue  # the disk of a simulated host, and the record of the trial behind it, are no part of a server
+        # The disk of a simulated host, and the record of the trial behind it, are no part of a server.
         elif type(value).__module__.startswith("topotrain"):
             todo.extend((f"{path}.{name}", item) for name, item in fields(value))
     return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fault_schedule import FaultKind
 from island_trial import IslandTrial, trains_alone
 from seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
 
@@ -17,7 +18,6 @@ from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupRed
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
-from topotrain.tools.simulator.fault_schedule import FaultKind
 from topotrain.training.data.lease_queue import _Epoch
 from topotrain.training.worker import Worker
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from batch_counts import InvariantViolated
 from cell_observers import CellObserver
+from fault_schedule import ANY, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
 from living_objects import living
 from seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
@@ -19,8 +21,6 @@ from topotrain.extensions.checkpointing import snapshot_coordinator
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension
 from topotrain.extensions.checkpointing.cross_group_cut import CrossGroupCut
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
-from topotrain.tools.simulator.batch_counts import InvariantViolated
-from topotrain.tools.simulator.fault_schedule import ANY, Fault, FaultKind, FaultSchedule
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 

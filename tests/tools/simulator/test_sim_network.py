@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from faulty_network import FaultyTransport, NetworkFaults
 
 from topotrain.comm.transport import TransportError
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Applied, Commit, Drained, Fetch, Init, Message, ProtocolError
-from topotrain.tools.simulator.sim_network import Deadlock, NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_network import Deadlock, Simulation
 
 A, B = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 BAD = NetworkFaults(delay=(0.001, 0.003), late=0.02, duplicate=0.2, reorder=0.3)
@@ -42,9 +43,9 @@ class Ear:
         return [message.round for _, message in self.heard if isinstance(message, Fetch)]
 
 
-def connected(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulation, SimulatedTransport, Ear, Ear]:
+def connected(seed: int = 0, weather: NetworkFaults | None = None) -> tuple[Simulation, FaultyTransport, Ear, Ear]:
     sim = Simulation(seed)
-    wire = SimulatedTransport(sim, weather)
+    wire = FaultyTransport(sim, weather)
     a, b = Ear(sim), Ear(sim)
     wire.attach(A, a)
     wire.attach(B, b)

@@ -10,14 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
-from topotrain.config.sharding import Parameter, SliceMap
-from topotrain.config.topology import Address, Role, Topology
+from topotrain.config.topology import Address, Role
 from topotrain.core.client.client_context import Waiter
-from topotrain.core.model.schema import PrivateMemory, Schema, slice_map_for
+from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
-from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
@@ -28,7 +26,7 @@ from topotrain.tools.prediction.rehearsed.rehearsed_network import Hosts, Rehear
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimSender, SimulatedTransport, StillRuns
+from topotrain.tools.simulator.sim_network import SimSender, SimulatedTransport, StillRuns
 
 WARM_UP = 3
 """Steps of each worker before the measured ones."""
@@ -102,7 +100,7 @@ class Rehearsal(SimCluster):
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
         self.shared = job.cluster.transport is not TransportChoice.kTcp
-        super().__init__(job, seed, None, probe.schema())
+        super().__init__(job, machines.topology(job, probe.transports["tcp"].mbit), seed, probe.schema())
         self.scripts = [
             RehearsedWorker(
                 me=me,
@@ -122,15 +120,7 @@ class Rehearsal(SimCluster):
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
-    def _place(self, job: Job) -> Topology:
-        return self.machines.topology(job, self.probe.transports["tcp"].mbit)
-
-    def _describe(self, schema: tuple[Parameter, ...], groups: int, rate: float) -> tuple[Schema, SliceMap]:
-        """Each worker describes its model itself."""
-        slice_map = slice_map_for(schema, self.topology)
-        return Schema(schema, (), "", slice_map.digest), slice_map
-
-    def _make_transport(self, network_faults: NetworkFaults | None) -> SimulatedTransport:
+    def _make_transport(self) -> SimulatedTransport:
         topology = self.topology
         self.hosts = Hosts(self.sim, topology, self.machines, self.probe)
         self.messages = MessageRecords(topology.worker_groups == 1)
@@ -146,9 +136,9 @@ class Rehearsal(SimCluster):
                 self.work[me] = self.work[process]
         return RehearsedTransport(self.sim, self.probe, self.hosts, self.work, self.messages)
 
-    def _make_server(self, me: Address, resumed: SnapshotSource | None) -> SimServer:
+    def _make_server(self, me: Address) -> SimServer:
         sender = SimSender(self.transport, me)
-        server = make_server(me, self.job, self.topology, PrivateMemory(), self.shared, sender, resumed)
+        server = make_server(me, self.job, self.topology, PrivateMemory(), self.shared, sender)
         made = RehearsedServer(server, self.transport, self.work[me])
         if self._traced:
             recorder = ServerRecorder(self._traced_step, VirtualClock(made.work), str(me), server.groups)

@@ -16,10 +16,9 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
 from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SerialWork
 from topotrain.tools.probe.probe_file import Probe, ProbedTransport
-from topotrain.tools.simulator.sim_network import NetworkFaults, SimulatedTransport, Simulation
+from topotrain.tools.simulator.sim_network import SimulatedTransport, Simulation
 
 _NO_COST = ProbedTransport(0.0, 0.0, 0.0, 0.0, 0.0)
-PERFECT = NetworkFaults(delay=(0.0, 0.0), late=0.0, snapshots=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ class RehearsedTransport(SimulatedTransport):
         work: Mapping[Address, ProcessWork],
         records: MessageRecords,
     ) -> None:
-        super().__init__(sim, PERFECT)
+        super().__init__(sim)
         self._sim, self._probe, self._hosts, self._work, self._records = sim, probe, hosts, work, records
 
     def attach(self, me: Address, resident: Endpoint) -> str:
@@ -158,7 +157,7 @@ class RehearsedTransport(SimulatedTransport):
     def _viewable(self, me: Address, to: Address) -> bool:
         return self._hosts.route(me, to).viewable
 
-    def _schedule(self, me: Address, to: Address, message: Message, late: bool) -> None:
+    def _schedule(self, me: Address, to: Address, message: Message) -> None:
         route, nbytes = self._hosts.route(me, to), _size(message)
         if not route.inside:
             self._records.sent(me, to, message, nbytes, self._sim.now)

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from faulty_network import NetworkFaults
+
 from topotrain.core import protocol as m
 from topotrain.core.protocol import Message
-from topotrain.tools.simulator.sim_network import NetworkFaults
 
 CALM = NetworkFaults()
 FAR = NetworkFaults(delay=(0.001, 0.05))

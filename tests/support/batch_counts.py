@@ -8,13 +8,13 @@ and the sum of the center and of all groups is 1.
 from collections.abc import Sequence
 
 import torch
+from faulty_cluster import FaultyCluster
 
 from topotrain.config.job import Agreement
 from topotrain.config.topology import Topology
 from topotrain.core.server.server import Server
 from topotrain.extensions.checkpointing.shard_snapshot import SnapshotSource
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
-from topotrain.tools.simulator.sim_cluster import SimCluster
 
 _ROUNDING = 1e-3
 """Parts of a batch are added in any order. A batch that is lost, or counts twice, is a whole number."""
@@ -43,7 +43,7 @@ class BatchCounts:
             return torch.where((values > 0) & (values <= 1 + _ROUNDING), torch.ones_like(values), values)
         return _rounded(values * self._groups)
 
-    def check_sums(self, cluster: SimCluster, cells: int, before: SnapshotSource | None) -> None:
+    def check_sums(self, cluster: FaultyCluster, cells: int, before: SnapshotSource | None) -> None:
         """Check an ended job with elastic averaging by the sums of all groups.
 
         cells: how many each parameter begins with. before: the snapshot that the job has started from.

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from batch_counts import BatchCounts, InvariantViolated
+from fault_schedule import ASSIGNED, FaultSchedule
+from faulty_cluster import FaultyCluster
 
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
@@ -26,9 +29,7 @@ from topotrain.extensions.checkpointing.snapshot_messages import (
     snapshot_parts,
 )
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
-from topotrain.tools.simulator.batch_counts import BatchCounts, InvariantViolated
-from topotrain.tools.simulator.fault_schedule import ASSIGNED, FaultSchedule
-from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
+from topotrain.tools.simulator.sim_cluster import SimServer
 from topotrain.training.data.batch_ranges import Runs, merged
 
 _COORDINATOR = Address(Role.SERVER, 0, 0)
@@ -111,7 +112,7 @@ class SimDisks:
     """
 
     def __init__(
-        self, cluster: SimCluster, schedule: FaultSchedule, singly: bool, before: PublishedSnapshot | None = None
+        self, cluster: FaultyCluster, schedule: FaultSchedule, singly: bool, before: PublishedSnapshot | None = None
     ) -> None:
         self._cluster, self._schedule, self._singly = cluster, schedule, singly
         self._values: dict[int, dict[str, torch.Tensor]] = {}
