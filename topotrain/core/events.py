@@ -628,11 +628,14 @@ class Tabled(Event):
     bytes: int
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 def to_json(event: Event) -> str:
     """Return an event as one line without its end."""
     # A loss that is not finite becomes NaN or Infinity: the readers use Python's json module, too.
     values = {name: getattr(event, name) for name in _KINDS[type(event)]}
-    return json.dumps({"event": type(event).__name__, **values}, separators=(",", ":"))
+    return _ENCODER.encode({"event": type(event).__name__, **values})
 
 
 def from_json(line: str) -> Event:

@@ -19,7 +19,7 @@ from page_client import PageClient
 from tests.support.recorded_jobs import job_of, recorder_of
 from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
-from topotrain.core.events import Logged, Notice, Started
+from topotrain.core.events import Notice, Started
 from topotrain.tools import http_server
 from topotrain.tools.dashboard.page_files import LIBRARY, page_files
 from topotrain.tools.dashboard.page_server import bind_page, served_page
@@ -70,29 +70,18 @@ def until(condition: Callable[[], bool]) -> None:
 
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
-PATHS = (
-    "/",
-    "/static/page.js",
-    "/api/view",
-    "/api/runs",
-    "/api/view?cursor=0",
-    "/api/log?process=worker+0/0",
-    "/nothing",
-)
+PATHS = ("/", "/static/page.js", "/api/view", "/api/runs", "/api/view?cursor=0", "/api/log?process=worker+0/0", "/x")
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_without_the_token_nothing_is_told(stranger: PageClient, path: str) -> None:
-    answer = stranger.get(path)
-    assert answer.status == 403
-    assert answer.text == "no token: open the address that topotrain has printed\n"
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_foreign_name_or_origin_is_refused_with_the_cookie(page: PageClient, path: str) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
-        answer = page.get(path, **headers)
-        assert answer.status == 403 and answer.text.count("\n") == 1
+def test_strangers_and_other_pages_are_told_nothing(stranger: PageClient) -> None:
+    for path in PATHS:
+        answer = stranger.get(path)
+        assert (answer.status, answer.text) == (403, "no token: open the address that topotrain has printed\n")
+    stranger.login()
+    for path in PATHS:
+        for headers in ({"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}):
+            answer = stranger.get(path, **headers)
+            assert answer.status == 403 and answer.text.count("\n") == 1
 
 
 def test_the_token_is_exchanged_once(stranger: PageClient) -> None:
@@ -113,18 +102,14 @@ def test_the_token_is_exchanged_once(stranger: PageClient) -> None:
     assert again.status == 403 and "was used already" in again.text
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_no_path_leads_to_another_file(page: PageClient) -> None:
+    for path in (
         *("/static/../page_server.py", "/static/..%2fpage_server.py", "/static/%2e%2e/page_server.py", "/static/"),
         *("/static//etc/passwd", "/static/%2fetc%2fpasswd", "/static/index.html%00.js", "/static/nothing.js"),
         *("/../etc/passwd", "//etc/passwd", "/static/..\\page_server.py", "/page/index.html"),
-    ],
-)
-def test_no_path_leads_to_another_file(page: PageClient, path: str) -> None:
-    answer = page.get(path)
-    assert answer.status == 404
-    assert "import" not in answer.text and "root:" not in answer.text
+    ):
+        answer = page.get(path)
+        assert answer.status == 404 and "import" not in answer.text and "root:" not in answer.text
 
 
 def test_all_answers_have_the_policy(page: PageClient) -> None:
@@ -180,6 +165,9 @@ def test_the_view_and_then_what_is_new(page: PageClient, recording: GrowingRecor
     assert losses["worker 0/0"] == [[2.0, 2, 0.25]]
     (told,) = delta["story"]
     assert EVIL in told["text"], "text is told as it is, and shown as text"
+    recording.add(2.5, step("worker 0/0", 3, float("nan")))
+    points = {series["id"]: series["points"] for series in next(updates)["series"]}
+    assert points["worker 0/0:loss"] == [[2.5, 3, None]], "JSON has no such number"
     recording.add(3.0, RecordingEnd(0))
     (delta,) = updates
     assert delta["job"]["ended"] == 3.0 and delta["job"]["code"] == 0
@@ -216,19 +204,6 @@ def test_figures_for_prometheus_need_no_cookie_on_loopback(stranger: PageClient)
     assert stranger.get("/metrics", Host="evil.example").status == 403
 
 
-def test_two_runs_side_by_side(tmp_path: Path) -> None:
-    with ExitStack() as stack:
-        for name in ("one", "two"):
-            stack.enter_context(closing(GrowingRecording(tmp_path / name, name)))
-        client = stack.enter_context(served(tmp_path / "one", tmp_path / "two"))
-        client.login()
-        for path, name in (("/api/view", "one"), ("/api/view?run=0", "one"), ("/api/view?run=1", "two")):
-            assert client.get(path).data["job"]["name"] == name
-        assert next(client.updates("1"))["job"]["name"] == "two"
-        assert [run["name"] for run in client.get("/api/runs").data] == ["one", "two"]
-        assert {client.get(f"/api/view?run={wrong}").status for wrong in ("2", "-1", "A", "01")} == {404}
-
-
 def test_a_run_that_begins_later_comes_behind_the_others(tmp_path: Path) -> None:
     with ExitStack() as stack:
         stack.enter_context(closing(GrowingRecording(tmp_path / "b", "b")))
@@ -243,7 +218,10 @@ def test_a_run_that_begins_later_comes_behind_the_others(tmp_path: Path) -> None
         stack.enter_context(closing(GrowingRecording(tmp_path / "a", "a")))
         add_new_runs([tmp_path], runs, stack)
         assert [run["name"] for run in client.get("/api/runs").data] == ["b", "a"]
-        assert [client.get(f"/api/view?run={number}").data["job"]["name"] for number in "01"] == ["b", "a"]
+        for path, name in (("/api/view", "b"), ("/api/view?run=0", "b"), ("/api/view?run=1", "a")):
+            assert client.get(path).data["job"]["name"] == name
+        assert next(client.updates("1"))["job"]["name"] == "a"
+        assert {client.get(f"/api/view?run={wrong}").status for wrong in ("2", "-1", "A", "01")} == {404}
 
 
 def test_only_runs_with_something_new_are_compared_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,20 +234,11 @@ def test_only_runs_with_something_new_are_compared_anew(tmp_path: Path, monkeypa
         client.login()
         before = client.get("/api/runs").text
         assert client.get("/api/runs").text == before and viewed == ["one", "two"]
+        known = ",".join(str(run["cursor"]) for run in json.loads(before))
+        assert client.get(f"/api/runs?known={known}").data is None
         two.add(1.0, step("worker 0/0", 1))
-        assert [run["columns"]["step"] for run in client.get("/api/runs").data] == ["0", "1"]
+        assert [run["columns"]["step"] for run in client.get(f"/api/runs?known={known}").data] == ["0", "1"]
         assert viewed == ["one", "two", "two"]
-
-
-def test_numbers_that_json_does_not_have_are_null(page: PageClient, recording: GrowingRecording) -> None:
-    recording.add(2.0, step("worker 0/0", 2, float("nan")), Logged("worker 0/0", 0.2, 2, {"lr": float("inf")}))
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    view = json.loads(page.get("/api/view").text, parse_constant=refuse)
-    points = {series["id"]: series["points"] for series in view["series"]}
-    assert points["worker 0/0:loss"][-1] == [pytest.approx(2.0, abs=0.001), 2, None]
 
 
 def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> None:
@@ -280,14 +249,6 @@ def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> N
         for _ in range(2):
             answer = client.get("/api/view")
             assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
-
-
-def test_the_first_answer_does_not_read_the_recording_again(
-    page: PageClient, recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(RecordingFollower, "_open")
-    recording.add(2.0, step("worker 0/0", 2))
-    assert page.get("/api/view").data["job"]["step"] == 2
 
 
 def test_the_page_of_a_launcher_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +267,10 @@ def test_the_page_of_a_launcher_reads_no_file(tmp_path: Path, monkeypatch: pytes
 # ---- logs ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingRecording) -> None:
+def test_the_end_of_a_log_is_plain_text_and_costs_no_view(
+    page: PageClient, recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(JobHistory, "view")
     logs = recording.workspace / "logs"
     logs.mkdir()
     (logs / "worker-0-0.log").write_text("".join(f"line {n}\n" for n in range(9999)) + EVIL + "\n")
@@ -318,29 +282,17 @@ def test_the_end_of_a_log_is_plain_text(page: PageClient, recording: GrowingReco
     assert page.get("/api/log?process=worker+0/1").text == "This machine has no log of it."
     (logs / "worker-0-1.log").touch()
     assert page.get("/api/log?process=worker+0/1").text == "", "which the page calls nothing yet"
-
-
-def test_a_log_costs_no_view(page: PageClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    page.get("/api/view")
-    monkeypatch.delattr(JobHistory, "view")
-    assert page.get("/api/log?process=worker+0/0").text == "This machine has no log of it."
-
-
-def test_a_log_has_nothing_that_is_meant_for_a_terminal(page: PageClient, recording: GrowingRecording) -> None:
-    logs = recording.workspace / "logs"
-    logs.mkdir()
     colored = "\x1b[1;31mloss\x1b[0m 0.5\t\x1b]8;;http://x\x1b\\link\x1b]0;title\x07\x1b[2K\x1b(B\x9b1mé\x08\x00 [1m]"
     (logs / "worker-0-0.log").write_text(f"{colored}\nnext\x1b[A\n")
-    assert page.get("/api/log?process=worker+0/0").text == "loss 0.5\tlinké [1m]\nnext"
+    assert page.get("/api/log?process=worker+0/0").text == "loss 0.5\tlinké [1m]\nnext", "nothing is for a terminal"
 
 
-@pytest.mark.parametrize(
-    "name", ["", "worker 0/9", "../../etc/passwd", "worker 0/0/../../x", "/etc/passwd", "unit 0", "worker 0/0%00"]
-)
-def test_only_processes_of_the_job_have_logs(page: PageClient, recording: GrowingRecording, name: str) -> None:
+def test_only_processes_of_the_job_have_logs(page: PageClient, recording: GrowingRecording) -> None:
     (recording.workspace / "x.log").write_text("secret")
-    answer = page.get(f"/api/log?process={name.replace(' ', '+')}")
-    assert (answer.status, answer.text) == (404, "no such process\n")
+    paths = ("../../etc/passwd", "worker 0/0/../../x", "/etc/passwd")
+    for name in ("", "worker 0/9", *paths, "unit 0", "worker 0/0%00"):
+        answer = page.get(f"/api/log?process={name.replace(' ', '+')}")
+        assert (answer.status, answer.text) == (404, "no such process\n")
 
 
 # ---- readers ---------------------------------------------------------------------------------------------------------
@@ -393,18 +345,15 @@ def test_a_server_that_ends_leaves_no_thread_and_no_descriptor(recording: Growin
 # ---- addresses -------------------------------------------------------------------------------------------------------
 
 
-def test_a_port_that_is_taken_is_one_line() -> None:
+def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused() -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "no such host"):
+        with pytest.raises(ConfigError, match=r"^--host"):
+            bind_page(host=host)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = rf"^--watch = {port}: must be a free port, or 0 for any: another process listens there$"
         with pytest.raises(ConfigError, match=said):
             bind_page(port, port_option="--watch")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "no such host"])
-def test_an_address_must_be_one_of_this_machine(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--host"):
-        bind_page(host=host)
 
 
 def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,15 @@ def test_rates_are_sums_other_figures_means_and_only_settings_that_differ_are_co
     assert first["time"] == "4:00", "as on the page and in the terminal"
 
 
+def test_a_curve_of_a_run_breaks_while_its_processes_are_not_there() -> None:
+    for away in ("dead", "away", "restarts"):
+        view = PreparedJob(groups=1, servers=1, slow=-1).view()
+        view["states"]["worker 0/0"] = [[0.0, "computes"], [96.0, away], [121.0, "computes"]]
+        (run, _) = compared(dict.fromkeys("ab", run_figures(view)))
+        absent = [at for at, loss in zip(run["at"], run["curves"]["loss"], strict=True) if loss is None]
+        assert len(absent) > 10 and all(at < 2.0 or 96.0 <= at <= 121.0 for at in absent)
+
+
 def test_a_run_without_any_figures_has_no_curves(tmp_path: Path) -> None:
     with closing(GrowingRecording(tmp_path, "young")) as recording:
         recording.add(1.0, Started("worker 0/0", 1))

@@ -3,7 +3,7 @@
 GET  /login?token=T       the one-time token for a cookie, with which the others are below a path of random letters
 GET  /                    the page, and its files below /static/
 GET  /api/view            the view of a run: ?run=1 the second one
-GET  /api/runs            the curves and settings of all runs
+GET  /api/runs            the curves and settings of all runs: ?known=7,9 null if these are their cursors
 GET  /api/view?cursor=N   what is new behind an earlier answer, about a second later
 GET  /api/log             the last lines of a log: ?process=worker 0/0
 GET  /metrics             the figures for Prometheus
@@ -41,8 +41,8 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-store",
 }
-_AGAIN_S = 2.0
-"""A page that was answered asks again within this time, unless it was closed."""
+_TURNS = 2
+"""A page that was answered asks again within so many turns, unless it was closed."""
 _LOOK_S = 0.01
 
 
@@ -91,7 +91,7 @@ class PageRoutes:
                 case "/api/view":
                     return self._view(query)
                 case "/api/runs":
-                    return self._comparison()
+                    return self._comparison(query)
                 case "/api/log":
                     return self._log(query)
                 case "/metrics":
@@ -157,7 +157,7 @@ class PageRoutes:
         # Where another job has begun in the workspace meanwhile, `since` is its whole view.
         data = history.view() if known is None else history.since(known)
         if data["job"]["ended"] is None and not self._ending.is_set():
-            self._expected.append(time.monotonic() + _AGAIN_S)
+            self._expected.append(time.monotonic() + _TURNS * self._turn_s)
         return _json(data)
 
     def _log(self, query: Mapping[str, str]) -> HttpAnswer:
@@ -169,12 +169,18 @@ class PageRoutes:
         text = tail_of(workspace, process)
         return plain_text(200, "This machine has no log of it." if text is None else text)
 
-    def _comparison(self) -> HttpAnswer:
-        """Return all runs beside each other; of one alone nothing."""
+    def _comparison(self, query: Mapping[str, str]) -> HttpAnswer:
+        """Return all runs beside each other, or null; of one alone nothing."""
         # A copy: a run may begin meanwhile.
         several = dict(self._runs) if len(self._runs) > 1 else {}
         figures = {workspace: self._figures(workspace, source.read()) for workspace, source in several.items()}
-        return _json(compared(named_runs(figures)) if figures else [])
+        if not figures:
+            return _json([])
+        cursors = [self._compared[workspace][0] for workspace in figures]
+        if query.get("known") == ",".join(map(str, cursors)):
+            return _json(None)
+        runs = compared(named_runs(figures))
+        return _json([{**run, "cursor": cursor} for run, cursor in zip(runs, cursors, strict=True)])
 
     def _figures(self, workspace: Path, history: JobHistory) -> RunFigures:
         """Return the figures of a run; the view is made only where something is new."""

@@ -6,6 +6,8 @@ import { JobView } from "./job_view.js";
 const AGAIN_MS = 2000;
 const RUNS_MS = 4000;
 const NEW_RUNS_MS = 15000;
+/** Waits while the page is in a tab that is not seen. */
+const seen = () => document.hidden && new Promise((done) => { document.addEventListener("visibilitychange", done, { once: true }); });
 const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 
 /** `live`: there is a server. Without one all data are in the page. */
@@ -41,11 +43,14 @@ export class DataSource {
   }
 
   async _compare() {
+    let runs = [];
     do {
-      const runs = await this._ask("runs");
-      if (runs?.length > 1) this._listener.onRuns(runs);
+      // Null: nothing is new.
+      const found = await this._ask(`runs?known=${runs.map((run) => run.cursor)}`);
+      if (found?.length > 1) this._listener.onRuns(runs = found);
       // Another one may begin in a folder of runs at any time.
-      await pause(runs?.some((run) => run.running) ? RUNS_MS : NEW_RUNS_MS);
+      await pause(runs.some((run) => run.running) ? RUNS_MS : NEW_RUNS_MS);
+      await seen();
     } while (this.live);
   }
 
