@@ -1,9 +1,8 @@
-"""An optimizer on slices is the optimizer on whole tensors, bit for bit; what cannot be so is refused by name."""
+"""What an optimizer on slices is made of, and what is refused by name (`test_optimizer_part` compares the bits)."""
 
 import json
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from topotrain.config.job import Adam, ConfigError, LRGen, Param, RMSProp, Slicing, Step, Updater
 from topotrain.core.optim import lr_schedules
 from topotrain.core.optim.adapter import (
-    ELEMENTWISE,
     OptimizerSpec,
     SliceUpdate,
     UnsupportedOptimizer,
@@ -21,143 +19,6 @@ from topotrain.core.optim.adapter import (
 )
 from topotrain.core.optim.slice_trial import check_parts
 from topotrain.core.optim.updater_block import build, clip, follow_schedule, set_lr
-
-SHAPES = [(37, 11), (130,), (5, 3, 3, 3), (700,)]
-HARD: dict[str, dict[str, Any]] = {  # settings that reach the branches of each class
-    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "Adam": {"amsgrad": True, "weight_decay": 0.1},
-    "AdamW": {"weight_decay": 0.1},
-    "Adagrad": {"initial_accumulator_value": 0.5, "weight_decay": 0.1, "lr_decay": 0.1},
-    "RMSprop": {"momentum": 0.9, "centered": True, "weight_decay": 0.1},
-    "Adadelta": {"weight_decay": 0.1},
-    "Adamax": {"weight_decay": 0.1},
-    "NAdam": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-    "RAdam": {"weight_decay": 0.1},
-    "ASGD": {"t0": 2, "weight_decay": 0.1},
-    "Rprop": {},
-}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    g = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=g).to(dtype)) for shape in SHAPES]
-
-
-def cuts(values: list[torch.Tensor], every: int) -> list[tuple[int, int, torch.Tensor, int, int]]:
-    """(key, parameter, 1-D view, start, end) with cuts at multiples of `every` from each parameter's start."""
-    out = []
-    for index, value in enumerate(values):
-        flat = value.detach().view(-1)
-        for start in range(0, flat.numel(), every):
-            end = min(start + every, flat.numel())
-            out.append((len(out) * 3 + 1, index, flat[start:end], start, end))
-    return out
-
-
-def grads(step: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor | None]:
-    g = torch.Generator().manual_seed(100 + step)
-    out: list[torch.Tensor | None] = [torch.randn(shape, generator=g).to(dtype) for shape in SHAPES]
-    if step in (0, 3):
-        out[1] = None  # skipped, in the first step too
-    return out
-
-
-def step_whole(optimizer: torch.optim.Optimizer) -> None:
-    """step(), one parameter at a time: torch's fused SGD fails on a first gradient that comes later than others."""
-    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-    for parameter, _ in held:
-        for p, grad in held:
-            p.grad = grad if p is parameter else None
-        optimizer.step()
-
-
-def same_kernels(optimizer: torch.optim.Optimizer, update: SliceUpdate) -> None:
-    """The reference takes the kernel choice of the adapter, which is the point of 'same kernels'."""
-    chosen = update._parts[0].optimizer
-    assert chosen is not None
-    for mine, theirs in zip(optimizer.param_groups, chosen.param_groups, strict=True):
-        mine.update({name: theirs[name] for name in ("fused", "foreach") if name in theirs})
-
-
-@pytest.mark.parametrize("kernels", ["chosen", "single"])
-@pytest.mark.parametrize("every", [64, 192])
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_slices_are_the_whole_bit_for_bit(name: str, every: int, kernels: str) -> None:
-    whole, sliced = parameters(), parameters()
-    cls = getattr(torch.optim, name)
-    groups = [{"params": whole[:2]}, {"params": whole[2:], "lr": 0.003}]
-    choice = {"foreach": False} if kernels == "single" else {}
-    optimizer = cls(groups, lr=0.01, **HARD[name], **choice)
-    spec = OptimizerSpec.from_text(describe(optimizer, whole).to_text())
-    pieces = cuts(list(sliced), every)
-    update = SliceUpdate(spec, [piece[:3] for piece in pieces])
-    same_kernels(optimizer, update)
-    for step in range(6):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.9
-        now = grads(step)
-        for p, grad in zip(whole, now, strict=True):
-            p.grad = None if grad is None else grad.clone()
-        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in pieces}
-        step_whole(optimizer)
-        update.apply(hyper(optimizer), parts)
-        for left, right in zip(whole, sliced, strict=True):
-            assert torch.equal(left, right), f"step {step}"
-    assert not torch.equal(whole[0], parameters()[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_other_dtypes_too(name: str, dtype: torch.dtype) -> None:
-    whole, sliced = parameters(dtype=dtype), parameters(dtype=dtype)
-    optimizer = getattr(torch.optim, name)(whole, lr=0.01, **HARD[name])
-    pieces = cuts(list(sliced), 64)
-    update = SliceUpdate(describe(optimizer, whole), [piece[:3] for piece in pieces])
-    same_kernels(optimizer, update)
-    for step in range(3):
-        now = grads(step, dtype)
-        for p, grad in zip(whole, now, strict=True):
-            p.grad = grad
-        step_whole(optimizer)
-        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in pieces}
-        update.apply(hyper(optimizer), parts)
-    assert all(map(torch.equal, whole, sliced))
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_state_round_trip_continues_with_the_same_bits(name: str) -> None:
-    values, copies = parameters(), parameters()
-    optimizer = getattr(torch.optim, name)(parameters(), lr=0.01, **HARD[name])
-    spec = describe(optimizer, list(optimizer.param_groups[0]["params"]))
-    first = SliceUpdate(spec, [piece[:3] for piece in cuts(list(values), 128)])
-
-    def step(update: SliceUpdate, number: int, owner: list[torch.nn.Parameter]) -> None:
-        now = grads(number)
-        parts = {k: None if (g := now[i]) is None else g.view(-1)[a:b] for k, i, _, a, b in cuts(list(owner), 128)}
-        update.apply(hyper(optimizer), parts)
-
-    for number in range(4):
-        step(first, number, values)
-    for value, copy in zip(values, copies, strict=True):
-        copy.data.copy_(value.data)
-    second = SliceUpdate(spec, [piece[:3] for piece in cuts(list(copies), 128)])
-    for key, entry, value in first.state():
-        second.load_state(key, entry, value)
-    for number in range(4, 7):
-        step(first, number, values)
-        step(second, number, copies)
-    assert all(map(torch.equal, values, copies))
-    left, right = list(first.state()), list(second.state())
-    assert [(k, n) for k, n, _ in left] == [(k, n) for k, n, _ in right]
-    assert all(torch.equal(torch.as_tensor(a[2]), torch.as_tensor(b[2])) for a, b in zip(left, right, strict=True))
 
 
 def test_loaded_state_is_a_copy() -> None:
@@ -206,24 +67,6 @@ def test_a_key_without_gradient_is_skipped_and_gradients_are_not_changed() -> No
     assert torch.equal(a, torch.full((64,), 0.5)), "the gradient of the step before must not count again"
     with pytest.raises(KeyError):
         update.apply(b"[{}]", {8: grad})
-
-
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_the_same_mapping_again_is_the_same_step_as_a_fresh_one(name: str) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(64)) for _ in range(3)]
-    optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
-    spec, text = describe(optimizer, parameters), hyper(optimizer)
-    values = [[torch.ones(64) for _ in range(3)] for _ in range(2)]
-    again, fresh = (SliceUpdate(spec, [(k, k, value) for k, value in enumerate(side)]) for side in values)
-    kept = {key: torch.zeros(64) for key in range(3)}
-    for step in range(4):
-        for key, gradient in kept.items():
-            gradient.fill_(0.1 * (step + 1) * (key + 1))
-        # In one step a key has no gradient, so that another mapping comes in between.
-        given = {0: kept[0], 2: None} if step == 2 else kept
-        again.apply(text, given)
-        fresh.apply(text, {key: None if grad is None else grad.clone() for key, grad in given.items()})
-    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
 
 
 def test_parameters_without_a_group_and_owners_without_work() -> None:

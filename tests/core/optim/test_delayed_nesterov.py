@@ -124,19 +124,6 @@ def test_slices_have_the_bits_of_the_whole_and_go_on_from_their_state(every: int
         update = other
 
 
-def test_its_state_survives_a_round_trip() -> None:
-    ours, theirs = values(), values()
-    first = DelayedNesterov(ours, lr=0.5, momentum=0.8, delay=3)
-    train(first, ours, range(4))
-    for mine, their in zip(ours, theirs, strict=True):
-        their.data.copy_(mine.data)
-    second = DelayedNesterov(theirs, lr=0.1)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(first, ours, range(4, 9))
-    train(second, theirs, range(4, 9))
-    assert same_bits([p.detach() for p in ours], [p.detach() for p in theirs])
-
-
 def test_a_parameter_without_a_gradient_counts_no_update() -> None:
     parameters = values()
     optimizer = DelayedNesterov(parameters, lr=0.5, delay=2)

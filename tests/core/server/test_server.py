@@ -107,24 +107,6 @@ def test_visible_the_mean_comes_back_then_the_values():
         assert harness.values(who) == -3.0
 
 
-def test_hidden_nothing_comes_back_before_the_commits():
-    harness = started(nworkers_per_group=2, grads="kHidden")
-    for index, value in enumerate((2, 4)):
-        harness.push(worker(0, index), value)
-    assert harness.got[worker()] == []
-    for who in harness.workers:
-        harness.commit(who)
-    assert [harness.values(who) for who in harness.workers] == [-3.0, -3.0]
-
-
-def test_alone_a_commit_is_answered_at_once():
-    harness = started()
-    for step in range(3):
-        harness.step(worker(), 2, step)
-        assert harness.values(worker()) == -2.0 * (step + 1)
-        assert [a.version for a in harness.heard(worker(), m.Applied)] == [step + 1]
-
-
 def test_a_step_is_applied_on_all_shards_or_on_none():
     harness = started(nservers_per_group=2)
     harness.push(worker(), 5)
@@ -136,18 +118,6 @@ def test_a_step_is_applied_on_all_shards_or_on_none():
     assert len(harness.heard(worker(), m.Applied)) == 2
 
 
-def test_without_the_decision_a_shard_asks_and_never_guesses():
-    harness = started(nservers_per_group=2, holding=(m.StepDecision,))
-    harness.step(worker(), 5)
-    assert [a.step for a in harness.heard(worker(), m.Applied)] == [0]  # shard 0 is the coordinator itself
-    assert harness.servers[server(0, 1)].state.version == 0
-    harness.held.clear()
-    harness.holding = ()
-    harness.route(server(0, 1), harness.servers[server(0, 1)].reconnected())
-    assert harness.servers[server(0, 1)].state.version == 1
-    assert harness.values(worker()) == -5.0
-
-
 def test_no_fetch_no_values():
     harness = started()
     harness.step(worker(), 1, fetch=False)
@@ -155,16 +125,6 @@ def test_no_fetch_no_values():
     assert len(harness.heard(worker(), m.Applied)) == 1
     harness.fetch(worker(), 2)
     assert harness.values(worker()) == -1.0
-
-
-def test_a_message_sent_twice_counts_once():
-    harness = started()
-    harness.step(worker(), 1)
-    harness.step(worker(), 1)
-    assert [a.step for a in harness.heard(worker(), m.Applied)] == [0, 0]
-    assert harness.values(worker()) == -1.0
-    harness.step(worker(), 1, step=1)
-    assert harness.values(worker()) == -2.0
 
 
 def test_the_same_batches_count_once():
@@ -175,18 +135,6 @@ def test_the_same_batches_count_once():
     harness.step(worker(), 1, step=2, marks=(7, 3, 3))
     (fail,) = harness.heard(worker(), m.Fail)
     assert "worker group 0: batches 3 to 3 of stream 0x7 do not continue it: 1 was the last" in fail.text
-
-
-def test_groups_are_staged_apart_and_applied_one_after_the_other():
-    harness = started(nworker_groups=2)
-    harness.push(worker(0), 1)
-    harness.push(worker(1), 10)
-    harness.commit(worker(1))
-    assert harness.values(worker(1)) == -10.0
-    harness.commit(worker(0))
-    assert harness.values(worker(0)) == -11.0
-    (applied,) = harness.heard(worker(0), m.Applied)
-    assert (applied.version, applied.staleness) == (2, 1)
 
 
 def test_values_of_one_group_are_a_view_and_those_of_several_a_snapshot():
@@ -269,50 +217,6 @@ def test_a_segment_without_gradient_does_not_move():
     assert harness.values(worker()) == -1.0
     harness.step(worker(), 0, step=2)
     assert harness.values(worker()) == -1.5
-
-
-# --- waiting -----------------------------------------------------------------------------------------------------
-
-
-def test_who_leads_by_more_than_max_staleness_waits_for_its_values():
-    harness = started(nworker_groups=2, max_staleness=1)
-    harness.step(worker(0), 1)
-    assert harness.values(worker(0)) == -1.0
-    harness.step(worker(0), 1, step=1)
-    assert harness.got[worker(0)].count(m.Applied(1, 2, 0, False, -1.0)) == 0
-    harness.step(worker(1), 1)
-    assert harness.values(worker(0)) == -3.0
-
-
-def test_nobody_waits_for_a_group_that_ended():
-    harness = started(nworker_groups=2, max_staleness=0)
-    harness.step(worker(0), 1)
-    assert harness.heard(worker(0), m.Values) == []
-    harness.say(worker(1), server(), m.Finish(0))
-    assert harness.values(worker(0)) == -1.0
-
-
-def test_with_a_bound_of_0_updates_come_in_group_order():
-    harness = started(nworker_groups=2, max_staleness=0)
-    harness.step(worker(1), 10)
-    assert harness.servers[server()].state.version == 0
-    harness.step(worker(0), 1)
-    assert harness.servers[server()].state.version == 2
-    assert [a.version for a in harness.heard(worker(0), m.Applied)] == [1]
-    assert [a.version for a in harness.heard(worker(1), m.Applied)] == [2]
-
-
-def test_warm_up_is_group_0s_alone_then_all_stand_at_its_values_and_clock():
-    harness = ServerHarness(nworker_groups=2, warmup_steps=2, max_staleness=0)
-    harness.give_values()
-    for who in harness.workers:
-        harness.fetch(who)
-    assert harness.values(worker(0)) == 0.0 and harness.got[worker(1)] == []
-    harness.step(worker(0), 1)
-    assert harness.values(worker(0)) == -1.0 and harness.got[worker(1)] == []
-    harness.step(worker(0), 1, step=1)
-    assert harness.values(worker(0)) == harness.values(worker(1)) == -2.0
-    assert [harness.servers[server()].worker_groups.clocks.clock(g) for g in (0, 1)] == [2, 2]
 
 
 # --- disagreement ------------------------------------------------------------------------------------------------
@@ -478,42 +382,6 @@ def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     assert harness.values(worker(0)) == expected
     assert harness.heard(worker(0), m.ModelBufferValue) == [m.ModelBufferValue(2, -1)]
     assert all(s.done for s in harness.servers.values())
-
-
-def test_updates_go_to_the_master_and_come_back_with_the_others():
-    harness = started(nworker_groups=2, nserver_groups=2)
-    harness.step(worker(0), 1)
-    harness.values(worker(0))
-    harness.step(worker(1), 10)
-    harness.fetch(worker(1), 2)
-    masters = [b.master for b in harness.map.buckets]
-    assert masters == [0, 1]
-    found = {v.bucket: float(v.body[0]) for v in harness.heard(worker(1), m.Values)}
-    assert found[0] == -11.0
-
-
-def test_an_update_that_is_faster_than_the_start_waits():
-    harness = ServerHarness(nworker_groups=3, nserver_groups=3, holding=(m.Init,))
-    harness.give_values(100.0)
-    inits = harness.held
-    harness.held = [held for held in inits if held[1] == server(1)]
-    harness.let_go()
-    harness.fetch(worker(1))
-    harness.values(worker(1))
-    harness.step(worker(1), 1)  # its Delta for the buckets of group 2 arrives before group 2 has its start
-    harness.held = [held for held in inits if held[1] == server(2)]
-    harness.let_go()
-    harness.fetch(worker(2))
-    found = {harness.map.buckets[v.bucket].master: float(v.body[0]) for v in harness.heard(worker(2), m.Values)}
-    assert found[2] == 99.0
-
-
-def test_the_servers_go_on_when_group_0_ends():
-    harness = started(nworker_groups=2)
-    finish(harness, worker(0))
-    harness.step(worker(1), 1)
-    assert harness.values(worker(1)) == -1.0
-    assert not harness.servers[server()].done
 
 
 def test_questions_about_data_go_to_server_0_0():

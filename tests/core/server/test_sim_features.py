@@ -2,7 +2,6 @@
 
 import ast
 from dataclasses import replace
-from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import topotrain
-from topotrain.config.job import Agreement, Grads, Reduce
+from topotrain.config.job import Agreement, Reduce
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import JobError, PeerLost, StepEnd
+from topotrain.core.client.client import PeerLost, StepEnd
 from topotrain.core.protocol import Applied, Commit, Fetch, Init, Push, Values
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.training.final_parameters import fetch_final
@@ -128,22 +127,6 @@ def test_a_worker_that_commits_early_joins_the_backwards_of_another():
         assert versions == [1] and cluster.server(0, 0).state.version == 2, f"seed {seed}"
 
 
-def test_a_worker_that_ends_before_the_others_of_its_group_is_named():
-    for seed, (grads, leaver) in zip(seeds(32), cycle(product(Grads, (0, 1))), strict=False):
-        cluster = ScriptedCluster(job(2, 2, 2, grads=grads), seed, STORM)
-
-        def script(scripted: ScriptedWorker, leaver=leaver, grads=grads) -> None:
-            scripted.visible = grads is Grads.kVisible
-            scripted.open()
-            for _ in range(2 if scripted.me.group == 1 and scripted.me.index == leaver else 4):
-                scripted.sleep(0.0, 0.01)
-                scripted.step(scripted.numbers())
-            scripted.finish()
-
-        with pytest.raises(JobError, match=rf"worker group 1: worker {leaver} ended its script after 2 steps"):
-            cluster.play(script)
-
-
 def test_a_last_backward_without_a_step_is_no_error():
     for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM)
@@ -158,20 +141,6 @@ def test_a_last_backward_without_a_step_is_no_error():
 
         cluster.play(script)
         assert cluster.server(0, 0).state.version == 2
-
-
-def test_batches_out_of_order_fail_the_group_that_pushed_them():
-    """Worker group 1 and server group 0: the failure must reach the workers, wherever the decision came from."""
-    cluster = ScriptedCluster(job(2, 1, 2), 0, STORM)
-
-    def script(scripted: ScriptedWorker) -> None:
-        scripted.open()
-        if scripted.me.group:
-            scripted.step(scripted.numbers(), marks=(5, 3, 3))
-        scripted.finish()
-
-    with pytest.raises(JobError, match="worker group 1: batches 3 to 3 of stream 0x5 do not continue it"):
-        cluster.play(script)
 
 
 # --- the real worker ---------------------------------------------------------------------------------------------
