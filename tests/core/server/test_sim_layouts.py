@@ -81,14 +81,15 @@ def test_every_update_counts_once_in_one_order_and_is_as_old_as_told(name):
 
 
 def test_every_update_counts_once_with_many_buckets(monkeypatch):
+    import faulty_cluster
+
     from topotrain.config.sharding import cut
     from topotrain.core.model import schema as shard
-    from topotrain.tools.simulator import sim_cluster
 
     def small(*args, **_):
         return cut(*args, bucket_bytes=512)
 
-    monkeypatch.setattr(sim_cluster, "cut", small)
+    monkeypatch.setattr(faulty_cluster, "cut", small)
     monkeypatch.setattr(shard, "cut", small)
     for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM, parameters(300, 150))
@@ -208,12 +209,12 @@ def test_workers_that_ask_for_values_equally_often_get_the_same_ones_however_far
 
 def delayed(cluster: ScriptedCluster, wait) -> None:
     """Messages arrive so many seconds later: `wait` is asked for (sender, receiver, message)."""
-    depart = cluster.transport._schedule
+    depart = cluster.transport._travel
 
     def slowly(me, to, message, late):
         cluster.sim.at(cluster.sim.now + wait(me, to, message), lambda: depart(me, to, message, late))
 
-    cluster.transport._schedule = slowly
+    cluster.transport._travel = slowly
 
 
 @pytest.mark.parametrize("agreement", SUMS)
