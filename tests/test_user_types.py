@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from soak_cases import soaked
 
 ROOT = Path(__file__).parents[1]
 
@@ -100,7 +101,7 @@ CHECKERS = {
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("checker", soaked(["mypy"], ["pyright"]))
 def test_a_project_keeps_its_types(checker: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(PROJECT + "\n".join(WRONG) + "\n")

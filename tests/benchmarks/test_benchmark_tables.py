@@ -1,6 +1,7 @@
 """The jobs of the tables are taken, and what is made of their figures."""
 
 import pytest
+from soak_cases import soak_only
 
 from benchmarks import asynchrony, islands, islands_loss, training_step, two_hosts
 from benchmarks.contest import Contestant, Limits
@@ -39,6 +40,7 @@ def test_gpus_of_their_own_are_connected_by_nccl() -> None:
     assert one[NCCL].missing == ONE_GPU and one[f"{NCCL}, one worker"].workers == 1
 
 
+@soak_only
 @pytest.mark.journey
 def test_the_code_path_of_gpus_measures_on_cpus_and_keeps_what_works() -> None:
     engine, refused = cluster(2, 2, separate=False, inside="engine: kGloo"), cluster(2, inside="outer { }")

@@ -1,28 +1,31 @@
 """What the documents say is so: links lead somewhere, commands run, code compiles, the README shows the example's diff.
 
-Commands that start with `topotrain` or `python` run, each once, in a copy of examples/; with one epoch, whatever the
-page says, and forked from processes that have imported torch, as is everything in their jobs. What `make` would do is
-only looked up in the Makefile.
+Commands that start with `topotrain` or `python` run in a copy of examples/: of each page those that train nothing, and
+the first one that trains, and in the soak all. They train for one epoch, whatever the page says, and are forked from
+processes that have imported torch, as is everything in their jobs. What `make` would do is only looked up in the
+Makefile.
 """
 
 import ast
-import os
 import re
+import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from process_pool import shell_environ
+import typer.main
+from process_pool import client, shell_environ
 from reference_tables import with_tables
+from soak_cases import soaked
 from test_imports import ORDER
 
 import topotrain
 from topotrain.config.proto_schema import schema
+from topotrain.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "topotrain"
@@ -117,10 +120,17 @@ def test_the_index_knows_every_page() -> None:
 
 @dataclass(frozen=True)
 class Command:
-    """A line of a shell block, and the exit code that the page states."""
+    """A line of a shell block, the exit code that the page states, and the page."""
 
     text: str
     code: int
+    page: str
+
+    @property
+    def trains(self) -> bool:
+        """Whether it starts a job, or the example itself."""
+        words = self.text.split()
+        return words[0] == "python" or (words[1] in TRAINING and self.code == 0)
 
     @property
     def to_run(self) -> str:
@@ -134,6 +144,9 @@ class Command:
         return re.sub(r"(examples/\w+\.py)", r"\1 --epochs 1", self.text)
 
 
+TRAINING = ("run", "compare", "chaos", "check", "probe", "advise", "unit")
+
+
 def commands(*programs: str) -> list[Command]:
     """Each once, in the order of the pages."""
     found: dict[str, Command] = {}
@@ -144,11 +157,14 @@ def commands(*programs: str) -> list[Command]:
             if words and words[0] in programs:
                 stated = re.search(r"exit code (\d+)", comment)
                 key = " ".join(words)
-                found.setdefault(key, Command(key, int(stated[1]) if stated else 0))
+                found.setdefault(key, Command(key, int(stated[1]) if stated else 0, fence.page.name))
     return list(found.values())
 
 
-RUNNABLE = commands("topotrain", "python")
+SHOWN = commands("topotrain", "python")
+FIRST = {command.page: command for command in reversed(SHOWN) if command.trains}
+QUICK = [command for command in SHOWN if not command.trains or command is FIRST[command.page]]
+RUNNABLE = soaked(QUICK, [command for command in SHOWN if command not in QUICK])
 
 Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]
 
@@ -182,8 +198,21 @@ def test_every_command_runs(ended: Ended, command: Command) -> None:
     assert done.returncode == command.code, f"{command.to_run}\n{done.stdout}\n{done.stderr}"
 
 
+def test_every_command_has_options_that_there_are() -> None:
+    """Also of those that do not run here."""
+    for command in SHOWN:
+        for part in re.split(r" && | & ", command.text.partition(" >")[0]):
+            if part.startswith("topotrain ") and command.code == 0:
+                group, context = typer.main.get_command(app), None
+                words = shlex.split(part)[1:]
+                while hasattr(group, "commands"):
+                    context = group.make_context(group.name, list(words), parent=context)
+                    group = group.commands[words.pop(0)]
+                group.make_context(group.name, words, parent=context)
+
+
 def test_the_commands_that_users_need_are_shown() -> None:
-    shown = {" ".join(command.text.split()[:2]) for command in RUNNABLE}
+    shown = {" ".join(command.text.split()[:2]) for command in SHOWN}
     assert shown >= {"topotrain run", "topotrain plan", "topotrain compare", "python examples/digits.py"}
 
 
@@ -215,16 +244,13 @@ def test_the_python_page_names_every_function() -> None:
 
 
 @pytest.mark.journey
-def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path) -> None:
+def test_the_objects_of_the_python_page_are_as_it_says(tmp_path: Path, warm_at: str) -> None:
     (code,) = (fence.text for fence in fences("python") if fence.page.name == "python.md" and "dumps" in fence.text)
-    code = code.replace('"digits.conf"', repr(str(tmp_path / "digits.conf")))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
+    words = [*client(warm_at), "-c", code.replace('"digits.conf"', repr(str(tmp_path / "digits.conf")))]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    expected = re.findall(r"# (cluster\..+)$", code, re.MULTILINE)
-    assert expected
-    assert expected[0] in done.stdout
+    (expected, *_) = re.findall(r"# (cluster\..+)$", code, re.MULTILINE)
+    assert expected in done.stdout
 
 
 def test_the_readme_shows_the_diff_of_the_example() -> None:

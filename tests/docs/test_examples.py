@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from soak_cases import soak_only
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -98,6 +99,7 @@ def test_clouds_are_counted_and_drawn() -> None:
     assert example.picture(torch.full((10, 2), 99.0)).strip() == ""
 
 
+@soak_only
 @pytest.mark.journey
 def test_the_gan_trains_in_an_ordinary_process(tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "examples" / "gan.py"), "--epochs", "10"]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote, unquote, urlsplit
@@ -18,28 +17,13 @@ import topotrain
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = ROOT / "docs" / "site"
-MISSING = [name for name in ("sphinx", "furo", "myst_parser") if find_spec(name) is None]
-
-needs_sphinx = pytest.mark.skipif(
-    bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (pip install 'topotrain[docs]', or make docs)"
-)
-
-
-def build(source: Path, site: Path) -> "subprocess.CompletedProcess[str]":
-    """Build as the Makefile does."""
-    (line,) = re.findall(r"^\t\$\(BIN\)/python (-m sphinx .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for name, value in {"docs/site": str(SETTINGS), "build/doctrees": str(site.with_name("trees"))}.items():
-        line = line.replace(f" {name} ", f" {value} ")
-    words = [str(source) if word == "." else word for word in line.replace("$(SITE)", str(site)).split()]
-    return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
+BUILT = ROOT / "build" / "site"
+needs_site = pytest.mark.skipif(not (BUILT / "index.html").exists(), reason="`make docs` builds the site")
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("docs") / "site"
-    done = build(ROOT, folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+def site() -> Path:
+    return BUILT
 
 
 class Page(HTMLParser):
@@ -65,8 +49,7 @@ def pages(site: Path) -> Iterator[tuple[Path, Page]]:
     yield from ((path, Page(path)) for path in sorted(site.rglob("*.html")))
 
 
-@pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_every_page_of_the_repository_is_there(site: Path) -> None:
     expected = {f"docs/{path.stem}" for path in (ROOT / "docs").glob("*.md")}
     expected |= {path.stem for path in ROOT.glob("*.md")} | {"benchmarks/RESULTS", "index"}
@@ -77,8 +60,7 @@ def test_every_page_of_the_repository_is_there(site: Path) -> None:
     assert {(site / name).with_suffix(".html") for name in expected - {"index", "docs/index"}} <= there
 
 
-@pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_no_link_leads_nowhere(site: Path) -> None:
     read = dict(pages(site))
     seen = 0
@@ -95,8 +77,7 @@ def test_no_link_leads_nowhere(site: Path) -> None:
     assert seen > 1000
 
 
-@pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_nothing_is_loaded_from_another_host(site: Path) -> None:
     for path, page in pages(site):
         for address in page.loaded:
@@ -105,8 +86,7 @@ def test_nothing_is_loaded_from_another_host(site: Path) -> None:
         assert not re.findall(r"(?:@import\s+['\"]?|url\(['\"]?)(?:https?:)?//", path.read_text(encoding="utf-8")), path
 
 
-@pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_search_knows_pages_and_names(site: Path) -> None:
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     for term in ("sandblast", "downpour", "The journey of one gradient", "clip_grad_norm_"):
@@ -140,7 +120,7 @@ WORDS = {
 
 
 @pytest.mark.journey
-@needs_sphinx
+@needs_site
 @pytest.mark.skipif(bool(why_none()), reason=why_none())
 def test_the_search_leads_to_the_right_page(site: Path) -> None:
     found = {}
@@ -152,8 +132,7 @@ def test_the_search_leads_to_the_right_page(site: Path) -> None:
     assert {word: Path(urlsplit(address).path).stem for word, address in found.items()} == WORDS
 
 
-@pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_every_public_name_has_its_docstring(site: Path) -> None:
     page = site / "docs" / "site" / "api.html"
     text, ids = re.sub(r"<[^>]+>", "", page.read_text(encoding="utf-8")), Page(page).ids
@@ -166,15 +145,17 @@ def test_every_public_name_has_its_docstring(site: Path) -> None:
 
 
 @pytest.mark.journey
-@needs_sphinx
+@needs_site
 def test_a_dead_link_ends_the_build(tmp_path: Path) -> None:
     (tmp_path / "docs" / "site").mkdir(parents=True)
-    page = tmp_path / "docs" / "index.md"
-    page.write_text("# A page\n\nIt leads to [another](index.md#a-page).\n")
-    done = build(tmp_path, tmp_path / "out" / "site")
-    assert done.returncode == 0, done.stderr
-    page.write_text("# A page\n\nIt leads to [another](gone.md) and [a part](index.md#gone).\n")
-    done = build(tmp_path, tmp_path / "out" / "site")
+    (tmp_path / "docs" / "index.md").write_text(
+        "# A page\n\nIt leads to [another](gone.md) and [a part](index.md#gone).\n"
+    )
+    (line,) = re.findall(r"^\t\$\(BIN\)/python (-m sphinx .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for name, value in {"docs/site": str(SETTINGS), "build/doctrees": str(tmp_path / "trees")}.items():
+        line = line.replace(f" {name} ", f" {value} ")
+    words = [str(tmp_path) if word == "." else word for word in line.replace("$(SITE)", str(tmp_path / "out")).split()]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "gone.md" in done.stderr and "#gone" in done.stderr.replace("'gone'", "#gone")
 

@@ -13,6 +13,7 @@ from job_runner import PROGRAMS
 from launch_targets import MARK, marked, wait_for
 from safetensors.torch import load_file
 from shells import Shell, Shells, ended
+from soak_cases import soak_only
 
 from topotrain.tools.probe.probe_file import ProbedParameter
 
@@ -35,6 +36,7 @@ def probe_in(folder: Path) -> str:
     return "probe.json"
 
 
+@soak_only
 def test_a_probe_of_another_model_is_not_tried(shells: Shells) -> None:
     (shells.folder / "other.json").write_text(timed_probe(elements=1000, batch=12).to_json())
     (said,) = ended([topotrain(shells, "advise", "--probe", "other.json", "--try", "1", STEADY)], [2])
@@ -59,14 +61,6 @@ def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, se
     # What resumes keeps the layout, and measures nothing.
     (said,) = ended([topotrain(shells, *run, "auto.conf", "--set", "resume=true", *SLOW, "--epochs", "3")], [0])
     assert "auto:" not in said and "measuring" not in said
-
-
-def test_a_program_that_trains_nothing_is_refused(shells: Shells, served_at: str) -> None:
-    (shells.folder / "auto.conf").write_text("cluster { auto: true }\n")
-    (shells.folder / "idle.py").write_text("print('idle')\n")
-    (said,) = ended([topotrain(shells, "run", "--forkserver", served_at, "auto.conf", "idle.py")], [2])
-    assert "without calling topotrain.prepare" in said
-    assert "Traceback" not in said
 
 
 def test_the_best_layouts_are_tried(shells: Shells) -> None:

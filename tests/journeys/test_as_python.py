@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_runner import PROGRAMS, JobRunner
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -64,6 +65,7 @@ def test_an_exception_that_is_not_caught_is_for_the_hook_of_the_script(runner: J
     assert "topotrain: error: worker 0/0 (unit 0) failed: LookupError: lost" in said
 
 
+@soak_only
 def test_a_text_for_sys_exit_is_printed_and_an_error_of_the_job(runner: JobRunner) -> None:
     said, plain = compare(runner, (), "exit", "'bye'")
     assert plain == "bye\n" and plain in said

@@ -8,7 +8,7 @@ import torch
 from in_process_job import Result, reference
 from job_runner import ALLREDUCE, SANDBLASTER, JobRunner
 from programs import bits
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.config.job import Cluster, Job
 
@@ -47,14 +47,10 @@ def one_process(cluster: str, optimizer: str) -> Result:
 @pytest.mark.parametrize(
     ("cluster", "optimizer", "transports"),
     soaked(
+        [(ALLREDUCE, "adagrad", ("kTcp",)), (PAIRS, "momentum", ("kShm",))],
         [
-            (SANDBLASTER, "momentum", ("kShm", "kTcp")),
-            (ALLREDUCE, "adagrad", ("kTcp",)),
+            (SANDBLASTER, "momentum", ("kShm", "kTcp", "kShm")),
             (NAIVE, "adam", ("kShm",)),
-            (PAIRS, "momentum", ("kShm",)),
-        ],
-        [
-            (SANDBLASTER, "momentum", ("kShm", "kShm")),
             (SANDBLASTER, "adam", ("kTcp",)),
             (ALLREDUCE, "adam", ("kShm",)),
             (IN_MEMORY, "adagrad", ("kShm", "kTcp")),
@@ -71,7 +67,8 @@ def test_same_bits_as_one_process(runner: JobRunner, cluster: str, optimizer: st
         assert len(final) >= len(dict(bits.Three().named_parameters()))
 
 
-@pytest.mark.parametrize("hidden", soaked(["grads: kHidden"], [""]))
+@soak_only
+@pytest.mark.parametrize("hidden", ["grads: kHidden", ""])
 def test_the_plain_script_within_rounding(runner: JobRunner, hidden: str) -> None:
     plain = bits.train("momentum", batch_norm=False).state_dict()
     final = runner.run(SANDBLASTER, "bits.py", "momentum", "--no-batch-norm", extra=hidden).final

@@ -10,7 +10,7 @@ import pytest
 from launch_targets import wait_for
 from process_pool import Forked
 from shells import Shells, alive, ended
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 ROOT = Path(__file__).parents[2]
@@ -42,12 +42,10 @@ def check(tmp_path: Path, served_at: str, warm_at: str) -> Any:
 @pytest.mark.parametrize(
     ("variant", "cause"),
     soaked(
+        [("pairs", "pairs: see tt.gather")],
         [
             ("dropout", "dropout acts on a worker's share"),
-            ("pairs", "pairs: see tt.gather"),
             ("hook", "a hook bounds"),
-        ],
-        [
             ("norm", "BatchNorm acts on a worker's share"),
             ("sum", "the loss is a sum over the batch"),
             ("random", "each worker draws its own"),
@@ -79,6 +77,7 @@ def test_the_rest_is_shown_with_dropout_as_in_evaluation(check: Any) -> None:
     assert (code, "equal: 3 steps" in out) == (0, True), out
 
 
+@soak_only
 def test_a_model_that_amplifies_rounding_is_not_called_wrong(check: Any) -> None:
     code, out = check(TWO, "unstable", options=("--whole",))
     assert code == 0, out
@@ -90,14 +89,14 @@ def test_one_group_of_an_asynchronous_job_is_checked(check: Any, cluster: str) -
     assert (code, "equal: 6 steps" in out) == (0, True), out
 
 
+@soak_only
 def test_the_scripts_own_error_is_shown(check: Any) -> None:
     code, out = check(TWO, "fails", options=("--whole",))
     assert (code, "plain Python cannot run" in out, "the script's own error" in out) == (1, True, True), out
 
 
-@pytest.mark.parametrize(
-    ("name", "words"), soaked([("gan", "each worker draws its own")], [("digits", "equal: 8 steps")])
-)
+@soak_only
+@pytest.mark.parametrize(("name", "words"), [("gan", "each worker draws its own"), ("digits", "equal: 8 steps")])
 def test_the_examples_are_plain_scripts_but_for_their_noise(check: Any, name: str, words: str) -> None:
     _, out = check(TWO, program=ROOT / "examples" / f"{name}.py", options=("--steps", "8"))
     assert words in out

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import ALLREDUCE, DOWNPOUR, PROGRAMS, SANDBLASTER, JobRunner
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, JobRunner
 from process_pool import client
 from safetensors import safe_open
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -44,11 +44,9 @@ def weights(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("dtype", "cluster", "extra"),
     soaked(
+        [("complex64", SANDBLASTER + " compression: kInt8 share_memory: false", "grads: kHidden")],
         [
             ("float16", ALLREDUCE, ""),
-            ("complex64", SANDBLASTER + " compression: kInt8 share_memory: false", "grads: kHidden"),
-        ],
-        [
             ("bfloat16", SANDBLASTER, ""),
             ("float64", SANDBLASTER + " compression: kNone share_memory: false", "grads: kHidden"),
             ("complex64", ALLREDUCE + " engine: kGloo", ""),
@@ -77,34 +75,10 @@ def test_a_snapshot_is_gone_on_from(runner: JobRunner, dtype: str) -> None:
     assert torch.equal(weights(final), wanted)
 
 
+@soak_only
 def test_asynchronous_groups_average_complex_buffers(runner: JobRunner) -> None:
     ended = runner.run(DOWNPOUR, "dtypes.py", "--dtype", "complex64")
     assert ended.report["metrics"]["loss"] < 2
-
-
-def test_a_dtype_that_no_file_has_is_refused_at_the_start(runner: JobRunner) -> None:
-    ended = runner.run(SANDBLASTER, "dtypes.py", "--dtype", "complex32", code=2)
-    assert "complex32" in ended.err
-    assert "must be one of bool" in ended.err
-
-
-needs_wrong_kernel = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13"), reason="the fused SGD of this torch may be right"
-)
-
-
-@needs_wrong_kernel
-def test_a_wrong_kernel_that_the_script_names_is_refused(runner: JobRunner) -> None:
-    ended = runner.run(SANDBLASTER, "dtypes.py", "--dtype", "bfloat16", "--fused", code=2)
-    assert "optimizer.fused = true: must be left out or False" in ended.err
-
-
-@needs_wrong_kernel
-def test_in_an_ordinary_process_it_is_warned_of(warm_at: str) -> None:
-    words = [*client(warm_at), str(PROGRAMS / "dtypes.py"), "--dtype", "bfloat16", "--fused"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "optimizer.fused = true: must be left out or False" in done.stderr
 
 
 def test_the_report_says_how_many_threads_each_worker_has(runner: JobRunner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from job_runner import PROGRAMS, JobRunner
 from programs import entry_points
 from safetensors.torch import load_file
 from shells import ended, open_shells
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -70,7 +71,9 @@ def close(found: Values, expected: Values) -> None:
 # --- bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cluster", [BESIDE, f"{BESIDE} algorithm: kNaive", f"{APART} transport: kTcp"])
+@pytest.mark.parametrize(
+    "cluster", soaked([f"{BESIDE} algorithm: kNaive transport: kTcp"], [BESIDE, f"{APART} transport: kTcp"])
+)
 def test_layouts_and_transports(here: JobRunner, expected: Values, cluster: str) -> None:
     the_same_bits(here.run(cluster, "entry_points.py", "prepare", name="layout").final, expected)
 
@@ -94,6 +97,7 @@ def test_trainer(here: JobRunner, expected: Values) -> None:
     )
 
 
+@soak_only
 def test_accelerate(here: JobRunner, expected: Values) -> None:
     """The other libraries' loops are slow to import; test_integrations.py compares all of them with plain scripts."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'topotrain[transformers]'")

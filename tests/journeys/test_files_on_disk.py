@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from job_runner import ALLREDUCE, SANDBLASTER, JobRunner
 from safetensors.torch import load_file
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -79,6 +80,7 @@ def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(runner:
     assert load_file(again.workspace / "final.safetensors")["weight"].shape == (8, 4000)
 
 
+@soak_only
 def test_a_second_plain_start_says_what_it_moves(runner: JobRunner):
     for _ in range(3):
         workspace = str(runner.folder / "job")

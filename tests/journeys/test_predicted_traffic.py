@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from job_runner import JobRunner
 from made_probe import made_probe
+from soak_cases import soaked
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
@@ -50,7 +51,7 @@ def predicted(runner: JobRunner, cluster: str) -> Prediction:
     return predict(job, made_probe(COUNTS, batch=12), Machines())
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", soaked(["ring", "fp16"], ["sandblaster", "downpour", "in memory"]))
 def test_bytes_of_a_step_are_those_of_a_real_job(name: str, runner: JobRunner, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

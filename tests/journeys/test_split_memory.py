@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from job_runner import JobRunner
 from programs import heavy
+from soak_cases import soaked
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.launch.agent import forkserver
@@ -32,7 +33,7 @@ def taken_anyway(tmp_path_factory: pytest.TempPathFactory, served_at: str, warm_
     return own
 
 
-@pytest.mark.parametrize(("transport", "snapshot_s"), [("kShm", 0.0), ("kTcp", 0.0), ("kShm", 0.05)])
+@pytest.mark.parametrize(("transport", "snapshot_s"), soaked([("kShm", 0.05)], [("kShm", 0.0), ("kTcp", 0.0)]))
 def test_the_plan_says_what_a_process_holds_at_its_most(
     runner: JobRunner, taken_anyway: float, transport: str, snapshot_s: float
 ) -> None:

@@ -10,7 +10,6 @@ import topotrain as tt
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--dtype", default="float32")
-parser.add_argument("--fused", action="store_true")
 parser.add_argument("--threads", type=int, default=0)
 parser.add_argument("--epochs", type=int, default=3)
 options = parser.parse_args()
@@ -36,7 +35,7 @@ class Linear(nn.Module):
 
 
 model = Linear()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=options.fused or None)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(TensorDataset(x.to(dtype), y.to(dtype)), batch_size=20)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
 for _ in tt.epochs(options.epochs):

@@ -1,9 +1,13 @@
 """Key-value stores of all kinds in one script: every worker checks what it pulls.
 
-`early`, `barrier`: worker 1 ends too soon. `model`: the script trains a model, too.
+`barrier`: worker 1 ends too soon. `model`: the script trains a model, too. `mortal MARK`: worker 1 kills itself once,
+and the file MARK says that it has done so.
 """
 
+import os
+import signal
 import sys
+from pathlib import Path
 
 import torch
 
@@ -79,13 +83,25 @@ def trains() -> None:
     assert norms.pull("steps").tolist() == [6.0 * norms.num_workers] * 2
 
 
+def mortal(mark: Path) -> None:
+    """Ten steps, in the middle of which worker 1 kills itself."""
+    kv = tt.kvstore.create("dist_sync")
+    kv.init("w", torch.zeros(3, 4))
+    kv.set_optimizer(tt.kvstore.SGD(lr=1.0))
+    value = torch.zeros(3, 4)
+    for step in range(10):
+        kv.push("w", -torch.ones(3, 4))
+        kv.pull("w", out=value)
+        if kv.rank == 1 and step == 4 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+    if kv.rank == 0:
+        print("value", value.unique().tolist(), flush=True)
+
+
 def main() -> None:
-    if "early" in sys.argv:
-        kv = tt.kvstore.create("dist_sync")
-        kv.init("w", torch.zeros(3))
-        for _ in range(2 if kv.rank == 1 else 3):
-            kv.push("w", torch.ones(3))
-            kv.pull("w")
+    if "mortal" in sys.argv:
+        mortal(Path(sys.argv[2]))
         return
     if "barrier" in sys.argv:
         kv = tt.kvstore.create("dist_async")

@@ -1,10 +1,11 @@
 """The files that tie other libraries in: who may import them, what they say, and when a batch counts."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
+from process_pool import client
+from soak_cases import soaked
 from test_imports import LIBRARIES as FILES
 from test_imports import PACKAGE, read
 
@@ -41,34 +42,42 @@ def test_nobody_in_the_package_imports_them():
     }
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_a_missing_library_is_named(name):
-    library, extra = LIBRARIES[name]
-    gone = f"import sys; sys.modules.update(dict.fromkeys(['{library}', 'lightning']))"
-    if name == "lightning":
-        # None in sys.modules would look like a package that the script has imported.
-        gone = "import importlib.util; importlib.util.find_spec = lambda name: None"
-    code = f"{gone}; import topotrain.compat.integrations.{name}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(f"is not installed: pip install 'topotrain[{extra}]'")
+FRESH = """
+import importlib, importlib.util, sys, types
 
+for name, library in (("accelerate", "accelerate"), ("transformers", "transformers")):
+    sys.modules.update(dict.fromkeys([library]))
+    try:
+        importlib.import_module(f"topotrain.compat.integrations.{name}")
+    except ImportError as error:
+        print(name, error)
+# None in sys.modules would look like a package that the script has imported.
+find, importlib.util.find_spec = importlib.util.find_spec, lambda name: None
+try:
+    import topotrain.compat.integrations.lightning
+except ImportError as error:
+    print("lightning", error)
+importlib.util.find_spec = find
 
-@pytest.mark.journey
-@pytest.mark.parametrize("later", ["pytorch_lightning", "lightning.pytorch"])
-def test_a_strategy_is_one_of_the_package_that_the_script_imports_also_after_topotrain_s_file(later):
-    code = f"""
-import sys, types
 from topotrain.compat.integrations.lightning import TopotrainStrategy
+
 for name in ("pytorch_lightning", "lightning.pytorch"):
-    base = type("SingleDeviceStrategy", (), {{"__init__": lambda self, device: None, "of": name}})
+    base = type("SingleDeviceStrategy", (), {"__init__": lambda self, device: None, "of": name})
     sys.modules[name + ".strategies"] = types.SimpleNamespace(SingleDeviceStrategy=base)
-sys.modules["{later}"] = types.SimpleNamespace(__spec__=object())
-assert TopotrainStrategy().of == type("Own", (TopotrainStrategy,), {{}})().of == "{later}"
+sys.modules["LATER"] = types.SimpleNamespace(__spec__=object())
+assert TopotrainStrategy().of == type("Own", (TopotrainStrategy,), {})().of == "LATER"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("later", soaked(["pytorch_lightning"], ["lightning.pytorch"]))
+def test_a_missing_library_is_named_and_a_strategy_is_of_the_package_that_the_script_imports(later, warm_at):
+    """Also where the script imports it after topotrain's file."""
+    words = [*client(warm_at), "-c", FRESH.replace("LATER", later)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
+    for line, (name, (_, extra)) in zip(done.stdout.splitlines(), LIBRARIES.items(), strict=True):
+        assert line.startswith(f"{name} ") and line.endswith(f"is not installed: pip install 'topotrain[{extra}]'")
 
 
 class Book:
