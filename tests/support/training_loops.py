@@ -1,21 +1,46 @@
 """Training loops of many forms, which a job must carry out as the plain script does."""
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import pytest
 import torch
-from in_process_job import (
-    cross_entropy,
-    vectors,
-)
+from in_process_job import cross_entropy, mlp, vectors
 from torch import nn
 
 LOSSES = (lambda m, x, y: m(x).pow(2).mean(), cross_entropy)
 
 
-def accumulate(t):
-    for first, second in zip(vectors(8), vectors(8, seed=1)):
-        t.optimizer.zero_grad()
-        t.backward([loss / 2 for loss in t.losses(cross_entropy, *first)])
-        t.backward([loss / 2 for loss in t.losses(cross_entropy, *second)])
-        t.optimizer.step()
+def each_step(steps: int = 8, size: int = 12) -> Callable[[Any], Any]:
+    """Make a loop of a function that does what is between `zero_grad` and `step`, given (trainer, step, batch)."""
+
+    def made(inside: Any) -> Any:
+        @wraps(inside)
+        def script(t: Any) -> None:
+            for number, batch in enumerate(vectors(steps, size)):
+                t.optimizer.zero_grad()
+                inside(t, number, batch)
+                t.optimizer.step()
+
+        return script
+
+    return made
+
+
+def backward(t, batch, loss=cross_entropy, factor=1.0):
+    t.backward([each * factor for each in t.losses(loss, *batch)])
+
+
+def other(step):
+    """A batch beside that of the step."""
+    return vectors(1, seed=step + 1)[0]
+
+
+@each_step()
+def accumulate(t, step, batch):
+    backward(t, batch, factor=0.5)
+    backward(t, other(step), factor=0.5)
 
 
 def accumulate_unevenly(t):
@@ -27,21 +52,17 @@ def accumulate_unevenly(t):
             t.optimizer.zero_grad()
 
 
-def two_losses(t):
-    for batch in vectors(8):
-        t.optimizer.zero_grad()
-        for loss in LOSSES:
-            t.backward(t.losses(loss, *batch))
-        t.optimizer.step()
+@each_step()
+def two_losses(t, step, batch):
+    for loss in LOSSES:
+        t.backward(t.losses(loss, *batch))
 
 
-def retained_graph(t):
-    for batch in vectors(8):
-        t.optimizer.zero_grad()
-        losses = t.losses(cross_entropy, *batch)
-        t.backward(losses, retain_graph=True)
-        t.backward([loss * 0.5 for loss in losses])
-        t.optimizer.step()
+@each_step()
+def retained_graph(t, step, batch):
+    losses = t.losses(cross_entropy, *batch)
+    t.backward(losses, retain_graph=True)
+    t.backward([loss * 0.5 for loss in losses])
 
 
 def keep_zeros(t):
@@ -65,15 +86,13 @@ def skipped_steps(t):
             t.optimizer.step()
 
 
-def alternating_parts(t):
+@each_step(9)
+def alternating_parts(t, step, batch):
     """Parameters without a gradient in some steps: momentum must not move them then."""
-    for step, batch in enumerate(vectors(9)):
-        t.optimizer.zero_grad()
-        if step % 3 == 1:
-            t.backward(t.losses(lambda m, x, y: nn.functional.cross_entropy(m[2](m[0](x).detach()), y), *batch))
-        else:
-            t.backward(t.losses(cross_entropy, *batch))
-        t.optimizer.step()
+    if step % 3 == 1:
+        t.backward(t.losses(lambda m, x, y: nn.functional.cross_entropy(m[2](m[0](x).detach()), y), *batch))
+    else:
+        backward(t, batch)
 
 
 def a_step_without_backward(t):
@@ -98,14 +117,16 @@ ALWAYS = [
 ]
 
 
-def clip_norm(t):
-    norms = []
-    for batch in vectors(8):
-        t.optimizer.zero_grad()
-        t.backward(t.losses(cross_entropy, *batch))
-        norms.append(float(nn.utils.clip_grad_norm_(t.model.parameters(), 0.05)))
-        t.optimizer.step()
-    assert min(norms) > 0.05
+@each_step()
+def clip_norm(t, step, batch):
+    backward(t, batch)
+    assert float(nn.utils.clip_grad_norm_(t.model.parameters(), 0.05)) > 0.05
+
+
+@each_step()
+def clip_value(t, step, batch):
+    backward(t, batch)
+    nn.utils.clip_grad_value_(t.model.parameters(), 0.01)
 
 
 def edit(t):
@@ -128,19 +149,146 @@ def edit(t):
     t.optimizer.step()
 
 
-def edit_between_backwards(t):
-    for first, second in zip(vectors(6), vectors(6, seed=1)):
-        t.optimizer.zero_grad()
-        t.backward(t.losses(cross_entropy, *first))
-        t.model[0].weight.grad.mul_(0.5)
-        t.model[2].bias.grad = None
-        t.backward(t.losses(cross_entropy, *second))
-        t.optimizer.step()
+@each_step(6)
+def edit_between_backwards(t, step, batch):
+    backward(t, batch)
+    t.model[0].weight.grad.mul_(0.5)
+    t.model[2].bias.grad = None
+    backward(t, other(step))
 
 
-def clip_value(t):
-    for batch in vectors(8):
+def put_back(t):
+    """What was kept is changed and set again; and the gradient of one parameter is given to another."""
+    for step, batch in enumerate(vectors(6)):
         t.optimizer.zero_grad()
         t.backward(t.losses(cross_entropy, *batch))
-        nn.utils.clip_grad_value_(t.model.parameters(), 0.01)
+        kept = [p.grad for p in t.model.parameters()]
+        kept[0].add_(1)
+        for p, g in zip(t.model.parameters(), kept, strict=True):
+            p.grad = g
+        if step % 2:
+            first, second = t.model[0].bias, t.model[2].bias
+            second.grad = second.grad.clone() + first.grad[:5]
+            t.model[0].weight.grad = None
         t.optimizer.step()
+        assert all(g.isfinite().all() for g in kept)
+        if step == 3:
+            t.optimizer.step()  # of the same gradients
+
+
+EDITS = [clip_norm, clip_value, edit, edit_between_backwards, put_back]
+
+
+# --- several optimizers -------------------------------------------------------------------------------------------
+
+
+def gan():
+    """A generator and a discriminator, with an optimizer of another class each."""
+    make = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 12))
+    judge = nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 1))
+    return nn.ModuleList([make, judge]), (
+        torch.optim.Adam(make.parameters(), lr=0.01, betas=(0.5, 0.9)),
+        torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.8),
+    )
+
+
+def real(models, x, y):
+    return nn.functional.softplus(-models[1](x)).mean()
+
+
+def fake(models, x, y):
+    return nn.functional.softplus(models[1](models[0](x[:, :4]).detach())).mean()
+
+
+def fool(models, x, y):
+    return nn.functional.softplus(-models[1](models[0](x[:, :4]))).mean()
+
+
+def play(t, clear_judge=True, judge_steps=1, steps=12):
+    """The usual loop of a GAN: `fool` leaves gradients in the discriminator, too."""
+    opt_g, opt_d = t.optimizer
+    for number, batch in enumerate(vectors(steps)):
+        if clear_judge:
+            opt_d.zero_grad()
+        backward(t, batch, real)
+        backward(t, batch, fake)
+        opt_d.step()
+        if number % judge_steps == judge_steps - 1:
+            opt_g.zero_grad()
+            backward(t, batch, fool)
+            opt_g.step()
+
+
+def one_backward_and_two_steps(t):
+    """An actor and a critic over common layers: one backward, then a step of each optimizer."""
+    for batch in vectors(12):
+        for optimizer in t.optimizer:
+            optimizer.zero_grad()
+        backward(t, batch)
+        for optimizer in t.optimizer:
+            optimizer.step()
+
+
+def parts_of_one_model():
+    """Weights and biases alternate in the model, and have different optimizers."""
+    model = mlp()
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    return model, (
+        torch.optim.Adam(weights, lr=0.01),
+        torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1, momentum=0.9),
+    )
+
+
+def head_and_all():
+    """The last layer is trained first, and then all; two of the optimizers are of one class."""
+    model = mlp()
+    return model, (
+        torch.optim.Adam(model[2].parameters(), lr=0.01),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        torch.optim.Adam([{"params": [model[0].bias]}, {"params": [model[2].weight], "lr": 0.02}], lr=0.01),
+    )
+
+
+def in_phases(t):
+    """Each step takes the gradients of its own parameters, and changes the state of its own optimizer."""
+    for optimizer, batch in zip([t.optimizer[each] for each in (0, 0, 0, 1, 1, 1, 2, 0, 1, 2, 2, 1)], vectors(12)):
+        optimizer.zero_grad()
+        backward(t, batch)
+        optimizer.step()
+
+
+# --- a backward that fails ---------------------------------------------------------------------------------------
+
+
+class Fuse(torch.autograd.Function):
+    """Blows in backward where a module's flag says so, after the last layer's gradients are through."""
+
+    @staticmethod
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.model.blows:
+            raise ArithmeticError("blown")
+        return grad, None
+
+
+class Fused(nn.Module):
+    """Large enough that the last layer's bucket has left before the fuse blows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 300), nn.Linear(300, 1000)
+        self.blows = False
+
+    def forward(self, x):
+        return self.last(Fuse.apply(torch.tanh(self.first(x)), self))
+
+
+def blown(t, batch):
+    t.model.blows = True
+    with pytest.raises(ArithmeticError):
+        backward(t, batch)
+    t.model.blows = False

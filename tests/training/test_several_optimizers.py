@@ -1,165 +1,16 @@
-"""Several optimizers, of one model or of several, in one job: each step takes the gradients of its own parameters.
-
-Synchronous jobs compute what the plain script computes, and what the one-process reference does bit for bit.
-"""
+"""Several optimizers, of one model or of several, in one job: each step takes the gradients of its own parameters."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from in_process_job import LAYOUTS, cross_entropy, job_of, mlp, plain, reference, run_local, vectors
-from memory_modes import BOTH, in_turns, memory  # noqa: F401
-from torch import nn
+from in_process_job import cross_entropy, job_of, mlp, plain, run_local, vectors
+from training_loops import gan, head_and_all, in_phases, one_backward_and_two_steps, parts_of_one_model, play
 
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import OptimizerSpec, describe_all
 from topotrain.training.gradients.push_path import StepHabits
-from topotrain.training.parameters.flat_parameters import describe_model
-
-SYNCHRONOUS = [name for name in LAYOUTS if LAYOUTS[name].get("nworker_groups", 1) == 1]
-
-
-# --- scripts -----------------------------------------------------------------------------------------------------
-
-
-def gan():
-    """A generator and a discriminator, with an optimizer of another class each."""
-    make = nn.Sequential(nn.Linear(4, 40), nn.Tanh(), nn.Linear(40, 12))
-    judge = nn.Sequential(nn.Linear(12, 33), nn.ReLU(), nn.Linear(33, 1))
-    return nn.ModuleList([make, judge]), (
-        torch.optim.Adam(make.parameters(), lr=0.01, betas=(0.5, 0.9)),
-        torch.optim.SGD(judge.parameters(), lr=0.05, momentum=0.8),
-    )
-
-
-def real(models, x, y):
-    return nn.functional.softplus(-models[1](x)).mean()
-
-
-def fake(models, x, y):
-    return nn.functional.softplus(models[1](models[0](x[:, :4]).detach())).mean()
-
-
-def fool(models, x, y):
-    return nn.functional.softplus(-models[1](models[0](x[:, :4]))).mean()
-
-
-def play(t, clear_judge=True, judge_steps=1, steps=12):
-    """The usual loop of a GAN: `fool` leaves gradients in the discriminator, too."""
-    opt_g, opt_d = t.optimizer
-    for number, batch in enumerate(vectors(steps)):
-        if clear_judge:
-            opt_d.zero_grad()
-        t.backward(t.losses(real, *batch))
-        t.backward(t.losses(fake, *batch))
-        opt_d.step()
-        if number % judge_steps == judge_steps - 1:
-            opt_g.zero_grad()
-            t.backward(t.losses(fool, *batch))
-            opt_g.step()
-
-
-def one_backward_and_two_steps(t):
-    """An actor and a critic over common layers: one backward, then a step of each optimizer."""
-    for batch in vectors(12):
-        for optimizer in t.optimizer:
-            optimizer.zero_grad()
-        t.backward(t.losses(cross_entropy, *batch))
-        for optimizer in t.optimizer:
-            optimizer.step()
-
-
-def parts_of_one_model():
-    """Weights and biases alternate in the model, and have different optimizers."""
-    model = mlp()
-    weights = [p for p in model.parameters() if p.dim() > 1]
-    return model, (
-        torch.optim.Adam(weights, lr=0.01),
-        torch.optim.SGD([p for p in model.parameters() if p.dim() == 1], lr=0.1, momentum=0.9),
-    )
-
-
-def clipped(t):
-    """Each optimizer clips the gradients of its own parameters."""
-    for batch in vectors(8):
-        for number, optimizer in enumerate(t.optimizer):
-            optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch))
-            mine = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(mine, 0.1 * (number + 1))
-            optimizer.step()
-
-
-def scheduled(t):
-    """Each optimizer has a schedule of its own."""
-    first, second = t.optimizer
-    decays = [
-        torch.optim.lr_scheduler.StepLR(first, 3, 0.5),
-        torch.optim.lr_scheduler.ExponentialLR(second, 0.9),
-    ]
-    for batch in vectors(8):
-        for optimizer, decay in zip(t.optimizer, decays):
-            optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch))
-            optimizer.step()
-            decay.step()
-
-
-def head_and_all():
-    """The last layer is trained first, and then all; two of the optimizers are of one class."""
-    model = mlp()
-    return model, (
-        torch.optim.Adam(model[2].parameters(), lr=0.01),
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-        torch.optim.Adam([{"params": [model[0].bias]}, {"params": [model[2].weight], "lr": 0.02}], lr=0.01),
-    )
-
-
-def in_phases(t):
-    """Each step takes the gradients of its own parameters, and changes the state of its own optimizer."""
-    for optimizer, batch in zip([t.optimizer[each] for each in (0, 0, 0, 1, 1, 1, 2, 0, 1, 2, 2, 1)], vectors(12)):
-        optimizer.zero_grad()
-        t.backward(t.losses(cross_entropy, *batch))
-        optimizer.step()
-
-
-SCRIPTS = {
-    "gan": (gan, play),
-    "a gan that keeps gradients": (gan, partial(play, clear_judge=False)),
-    "three steps of the judge": (gan, partial(play, judge_steps=3)),
-    "one backward": (parts_of_one_model, one_backward_and_two_steps),
-    "clipped": (parts_of_one_model, clipped),
-    "scheduled": (parts_of_one_model, scheduled),
-    "phases": (head_and_all, in_phases),
-}
-
-
-# --- equal to the plain script -----------------------------------------------------------------------------------
-
-
-def check(job, build, script, bits=True):
-    """The job equals the reference bit for bit, and the plain script nearly."""
-    result = run_local(job, build, script)
-    assert not bits or result.same_bits(reference(job, build, script))
-    assert result.distance(plain(build, script)) < 1e-6
-    return result
-
-
-@in_turns("name, layout", SCRIPTS, SYNCHRONOUS)
-def test_a_synchronous_job_equals_the_reference_and_the_plain_script(layout, name):
-    check(job_of(layout), *SCRIPTS[name])
-
-
-UNCLIPPED = [name for name in SCRIPTS if name != "clipped"]  # hidden gradients refuse edits
-
-
-@in_turns("name, layout", UNCLIPPED, [name for name in SYNCHRONOUS if LAYOUTS[name].get("nserver_groups", 1)])
-def test_hidden_gradients_do_as_well(layout, name):
-    # The mean of a worker's sum over several backwards has other last bits than the sum of their means.
-    check(job_of(layout, grads=Grads.kHidden), *SCRIPTS[name], bits=name in ("one backward", "scheduled", "phases"))
-
 
 # --- other settings ----------------------------------------------------------------------------------------------
 
@@ -224,10 +75,9 @@ def long(t):
 )
 def test_what_several_optimizers_do_not_go_with_is_named(more, field):
     with pytest.raises(ConfigError, match=f"{field} = .* with several optimizers: "):
-        run_local(job_of("sandblaster", **more), *SCRIPTS["gan"])
+        run_local(job_of("sandblaster", **more), gan, play)
 
 
-@BOTH
 def test_each_optimizer_has_its_own_state():
     """`state_dict` has the state of the optimizer's own parameters, as in torch, and goes back to the servers."""
 
@@ -251,7 +101,6 @@ def test_each_optimizer_has_its_own_state():
     assert float(of_g["state"][0]["step"]) == 3
 
 
-@BOTH
 def test_a_parameter_of_several_optimizers_has_a_state_in_each():
     """Read, cleared and loaded apart, as in torch."""
 
@@ -315,13 +164,6 @@ def test_the_text_of_optimizers_of_the_same_parameters_comes_back():
             OptimizerSpec.from_text(spec.to_text().replace("[[2,1],[3,1],[1,2],[2,3]]", wrong))
 
 
-def test_all_parameters_of_a_job_with_one_optimizer_are_of_the_first():
-    model = mlp()
-    assert {p.optimizer for p in describe_model(model, (), [torch.optim.SGD(model.parameters(), lr=1)]).parameters} == {
-        0
-    }
-
-
 def test_the_next_step_is_guessed_from_the_order_of_the_last_ones():
     habits = StepHabits(1)
     for _ in range(3):
@@ -360,7 +202,6 @@ def test_one_optimizer_without_finite_gradients_ends_the_job_though_the_other_ha
         run_local(job_of("one"), parts_of_one_model, script)
 
 
-@BOTH
 def test_gradients_that_are_not_finite_skip_the_step_of_their_optimizer_only():
     def script(t):
         first, second = t.optimizer

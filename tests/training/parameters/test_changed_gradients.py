@@ -1,8 +1,5 @@
 """What scripts do to gradients between the backward and the step: alike on all workers of a group, or refused."""
 
-from functools import partial
-
-import in_process_job
 import pytest
 import torch
 from in_process_job import building, cross_entropy, job_of, plain, run_local, vectors
@@ -10,11 +7,6 @@ from torch import nn
 
 from topotrain.config.job import Grads
 from topotrain.core.client.client import JobError
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["sent", "shown"])
-def _memory(request, monkeypatch):
-    monkeypatch.setitem(globals(), "run_local", partial(in_process_job.run_local, shared=request.param))
 
 
 def index_of(t):
@@ -64,12 +56,14 @@ def between_two(t, step):
     by_backward(t, vectors(1, 14)[0])
 
 
-@pytest.mark.parametrize("change", [noise, one_worker, by_own_number, between_two], ids=lambda f: f.__name__)
-def test_other_changes_on_each_worker_are_refused_by_name(change):
+@pytest.mark.parametrize(
+    ("change", "shared"), [(noise, False), (one_worker, True), (by_own_number, False), (between_two, True)]
+)
+def test_other_changes_on_each_worker_are_refused_by_name(change, shared):
     name = r"2\.bias\)" if change is one_worker else r"\d\.\w+"
     said = rf"workers \d and \d of a group disagree about (what|which).* \({name}"
     with pytest.raises(JobError, match=rf"{said}.*tt\.mean\(value\)"):
-        run_local(job_of(), building(), training(change))
+        run_local(job_of(), building(), training(change), shared)
 
 
 def same_noise(t, step):
@@ -104,16 +98,18 @@ def same_by_hand(t, batch):
 
 
 @pytest.mark.parametrize(
-    ("change", "gradients"),
+    ("change", "gradients", "shared"),
     [
-        *((each, by_backward) for each in (same_noise, nothing_on_one, clip)),
-        *((clip_the_mean, by_hand), (clip, same_by_hand), (backward_again, same_by_hand)),
+        (same_noise, by_backward, True),
+        (nothing_on_one, by_backward, False),
+        (clip_the_mean, by_hand, False),
+        (clip, same_by_hand, True),
+        (backward_again, same_by_hand, False),
     ],
-    ids=lambda f: f.__name__,
 )
-def test_the_same_change_on_all_workers_counts(change, gradients):
+def test_the_same_change_on_all_workers_counts(change, gradients, shared):
     script = training(change, gradients)
-    assert run_local(job_of(), building(), script).distance(plain(building(), script)) < 1e-5
+    assert run_local(job_of(), building(), script, shared).distance(plain(building(), script)) < 1e-5
 
 
 def test_clipping_a_gradient_of_the_share_is_refused():
@@ -126,22 +122,6 @@ def test_the_same_with_hidden_gradients():
         run_local(job_of(grads=Grads.kHidden), building(), training(clip, by_hand))
 
 
-def test_workers_that_saw_no_mean_do_not_decide():
-    """A worker that made no backward clips nothing, and the others the mean."""
-
-    def gradients(t, batch):
-        last = index_of(t) == 2
-        losses = t.losses(cross_entropy, *batch, weight=lambda x, y: 0.0 if last else float(len(x)))
-        if not last:
-            t.backward(losses)
-
-    def whole(t, batch):
-        by_backward(t, [each[: len(each) * 2 // 3] for each in batch])
-
-    job = run_local(job_of(), building(), training(clip, gradients))
-    assert job.distance(plain(building(), training(clip, whole))) < 1e-5
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_a_derivative_of_the_mean_is_refused_by_name():
     def gradients(t, batch):
@@ -150,17 +130,3 @@ def test_a_derivative_of_the_mean_is_refused_by_name():
 
     with pytest.raises(RuntimeError, match=r"second derivative through p\.grad.*torch\.autograd\.grad"):
         run_local(job_of(), building(), training(clip, gradients))
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_a_mean_with_a_graph_that_is_never_used_is_a_gradient_as_any_other():
-    def script(t):
-        for batch in vectors(4, 14):
-            t.optimizer.zero_grad(set_to_none=False)
-            for _ in range(2):
-                t.backward(t.losses(cross_entropy, *batch), create_graph=True)
-            assert all(p.grad.requires_grad for p in t.model.parameters())
-            clip(t, 0)
-            t.optimizer.step()
-
-    assert run_local(job_of(), building(), script).distance(plain(building(), script)) < 1e-5

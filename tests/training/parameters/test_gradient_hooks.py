@@ -16,6 +16,7 @@ from in_process_job import (
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training_loops import Fused, blown
 
 from topotrain.config.job import Grads
 from topotrain.config.sharding import cut
@@ -31,31 +32,7 @@ from topotrain.training.worker_stats import StepBatches
 BATCH = vectors(1)[0]
 
 
-def both(job, build, script):
-    """Visible or not, the reference's bits where the script says so itself, else the plain script's numbers."""
-    result = run_local(job, build, script)
-    assert result.distance(plain(build, script)) < 1e-5
-    return result
-
-
 # --- what stands in .grad ----------------------------------------------------------------------------------------
-
-
-def test_after_backward_grad_is_the_groups_mean_on_every_worker():
-    seen = []
-
-    def script(t):
-        t.backward(t.losses(cross_entropy, *BATCH))
-        seen.append([p.grad.clone() for p in t.model.parameters()])
-        t.backward(t.losses(cross_entropy, *BATCH))
-        for p, before in zip(t.model.parameters(), seen[-1]):
-            assert torch.equal(p.grad, before + before)
-
-    run_local(job_of(), building(), script)
-    plain(building(), script)
-    for first, second, third, whole in zip(*seen):
-        assert torch.equal(first, second) and torch.equal(first, third)
-        torch.testing.assert_close(first, whole, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize(("grads", "names"), [("kVisible", "grad"), ("kVisible", "grad local"), ("kHidden", "local")])
@@ -140,7 +117,8 @@ def test_grad_keeps_shape_strides_and_dtype():
                 assert (p.grad.shape, p.grad.stride(), p.grad.dtype) == (p.shape, p.stride(), p.dtype)
             t.optimizer.step()
 
-    result = both(job_of(), build, script)
+    result = run_local(job_of(), build, script)
+    assert result.distance(plain(build, script)) < 1e-5
     assert result.workers[0].model[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -167,90 +145,6 @@ def test_a_private_backward_sends_nothing_and_leaves_the_workers_own_gradient():
 
 
 # --- what autograd can do ----------------------------------------------------------------------------------------
-
-
-def penalized(model, x, y):
-    """Gradient penalty: the gradient of a gradient's norm."""
-    x = x.clone().requires_grad_(True)
-    loss = cross_entropy(model, x, y)
-    (slope,) = torch.autograd.grad(loss * len(x), x, create_graph=True)  # of each sample's own loss
-    return loss + slope.pow(2).sum(1).mean()
-
-
-def grad_of_parameters(model, x, y):
-    """autograd.grad over parameters, first and second order, next to the step's own backward."""
-    loss = cross_entropy(model, x, y)
-    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-    return loss + 0.1 * sum(g.pow(2).sum() for g in grads)
-
-
-def checkpointed(model, x, y):
-    hidden = checkpoint(lambda v: torch.tanh(model[0](v)), x, use_reentrant=False)
-    return nn.functional.cross_entropy(checkpoint(model[2], hidden, use_reentrant=False), y)
-
-
-def retained(model, x, y):
-    hidden = model[0](x)
-    hidden.retain_grad()
-    return nn.functional.cross_entropy(model[2](torch.tanh(hidden)), y)
-
-
-def functional(model, x, y):
-    return nn.functional.cross_entropy(torch.func.functional_call(model, dict(model.named_parameters()), (x,)), y)
-
-
-@pytest.mark.parametrize("loss", [penalized, grad_of_parameters, checkpointed, retained, functional])
-@pytest.mark.parametrize("grads", list(Grads))
-def test_what_autograd_can_do_in_one_backward(loss, grads):
-    def script(t):
-        for batch in vectors(5):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(loss, *batch))
-            t.optimizer.step()
-
-    job = job_of(grads=grads)
-    result = run_local(job, building(), script)
-    assert result.same_bits(reference(job, building(), script))
-    if loss is not grad_of_parameters:  # a mean of norms is no norm of a mean
-        assert result.distance(plain(building(), script)) < 1e-5
-
-
-def test_autograd_grad_leaves_what_stands_in_grad():
-    def script(t):
-        t.backward(t.losses(cross_entropy, *BATCH))
-        before = [p.grad.clone() for p in t.model.parameters()]
-        torch.autograd.grad(cross_entropy(t.model, *BATCH), list(t.model.parameters()))
-        assert all(torch.equal(p.grad, b) for p, b in zip(t.model.parameters(), before))
-        t.backward(t.losses(cross_entropy, *BATCH))
-        t.optimizer.step()
-
-    both(job_of(), building(), script)
-    both(job_of(grads=Grads.kHidden), building(), script)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_backward_with_create_graph():
-    def script(t):
-        for batch in vectors(3):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch), create_graph=True)
-            t.optimizer.step()
-            t.optimizer.zero_grad()
-
-    for grads in Grads:
-        both(job_of(grads=grads), building(), script)
-
-
-def test_backward_towards_some_inputs_only():
-    def script(t):
-        for batch in vectors(4):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch), inputs=list(t.model[2].parameters()))
-            assert t.model[0].weight.grad is None
-            t.optimizer.step()
-
-    for grads in Grads:
-        both(job_of(grads=grads), building(), script)
 
 
 def reentrant(inside, model, x, y):
@@ -280,7 +174,21 @@ def test_reentrant_checkpointing_that_does_no_harm_is_right(grads, inside):
             t.backward(t.losses(lambda *of: reentrant(inside, *of), *batch))
             t.optimizer.step()
 
-    both(job_of(grads=Grads(grads)), building(), script)
+    job = run_local(job_of(grads=Grads(grads)), building(), script)
+    assert job.distance(plain(building(), script)) < 1e-5
+
+
+def test_a_hook_and_autograd_grad_of_its_parameter_are_refused():
+    def build():
+        model, optimizer = building()()
+        model[0].weight.register_hook(lambda g: g * 2)
+        return model, optimizer
+
+    def script(t):
+        torch.autograd.grad(t.losses(cross_entropy, *BATCH), list(t.model.parameters()))
+
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight has a hook .*autograd\.grad"):
+        run_local(job_of(), build, script)
 
 
 def test_sparse_gradients_are_an_error_that_names_the_parameter():
@@ -296,82 +204,6 @@ def test_sparse_gradients_are_an_error_that_names_the_parameter():
 
 
 # --- an exception in the middle ----------------------------------------------------------------------------------
-
-
-class Fuse(torch.autograd.Function):
-    """Blows in backward where a module's flag says so, after the last layer's gradients are through."""
-
-    @staticmethod
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.model.blows:
-            raise ArithmeticError("blown")
-        return grad, None
-
-
-class Fused(nn.Module):
-    """Large enough that the last layer's bucket has left before the fuse blows."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(12, 300), nn.Linear(300, 1000)
-        self.blows = False
-
-    def forward(self, x):
-        return self.last(Fuse.apply(torch.tanh(self.first(x)), self))
-
-
-def blown(t, batch):
-    for model in getattr(t, "_replicas", [t.model]):
-        model.blows = True
-    try:
-        t.backward(t.losses(cross_entropy, *batch))
-    except ArithmeticError:
-        pass
-    else:
-        raise AssertionError("nothing was raised")
-    finally:
-        for model in getattr(t, "_replicas", [t.model]):
-            model.blows = False
-
-
-@pytest.mark.parametrize("grads", list(Grads))
-@pytest.mark.parametrize("before", [0, 1])
-def test_after_an_exception_in_backward_the_next_batch_counts_and_nothing_else(grads, before):
-    """All workers give the batch up (`except RuntimeError: continue`): nothing of it may be in the next step."""
-
-    def script(t):
-        for step, batch in enumerate(vectors(6)):
-            t.optimizer.zero_grad()
-            for _ in range(before):
-                t.backward(t.losses(cross_entropy, *batch))
-            if step % 2:
-                blown(t, batch)
-                t.optimizer.zero_grad()
-                t.backward(t.losses(cross_entropy, *vectors(1, seed=9)[0]))
-            t.backward(t.losses(cross_entropy, *batch))
-            t.optimizer.step()
-
-    both(job_of(grads=grads), building(Fused), script)
-
-
-def test_a_failed_backward_may_be_the_steps_last():
-    def script(t):
-        for step, batch in enumerate(vectors(6)):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch))
-            if step % 2:
-                kept = [p.grad.clone() for p in t.model.parameters()]
-                blown(t, batch)
-                for p, gradient in zip(t.model.parameters(), kept):
-                    p.grad = gradient
-            t.optimizer.step()
-
-    both(job_of(), building(Fused), script)
 
 
 def test_an_exception_on_one_worker_only_is_an_error_and_no_wrong_gradient():
