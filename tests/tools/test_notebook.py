@@ -6,14 +6,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import pexpect
 import pytest
 import torch
+from wait_limit import ended_after
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
@@ -22,7 +20,7 @@ from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.notebook import job_of
 
 ROOT = Path(__file__).parents[2]
-CLUSTER = "nworkers_per_group: 2 server_worker_separate: true"
+JOB = 'reduce: kSum cluster { nworkers_per_group: 2 server_worker_separate: true workspace: "w" }'
 
 # What a user types first. There is no file with these lines, and `shift` exists only in this process.
 BEGIN = """
@@ -64,22 +62,6 @@ def die(step):
 """
 
 
-@contextmanager
-def session(
-    folder: Path, *words: str, environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator["subprocess.Popen[str]"]:
-    """An interpreter that reads what is typed, as `python -i`."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-    environ.pop("OMP_NUM_THREADS", None)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, "-i", "-q", "-c", "", str(folder), *words]
-    with subprocess.Popen(command, cwd=folder, env=environ, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def typed(text: str) -> str:
     """The text as one statement of an interactive session, which has no file."""
     return f"exec({text!r}, globals())\n"
@@ -103,31 +85,94 @@ def left(folder: Path, but: int) -> list[str]:
         time.sleep(0.05)
 
 
-@pytest.mark.journey
-def test_a_function_that_is_in_no_file_trains_and_is_restarted(tmp_path: Path) -> None:
-    text = f"""
+FAILS = """
+import linecache
+# IPython keeps the lines of a cell where tracebacks look for those of files.
+cell = "def die(step):\\n    if step == 2 and tt.rank() == 1:\\n        raise ValueError('a fault of the cell')\\n"
+linecache.cache["<cell 7>"] = (len(cell), None, cell.splitlines(True), "<cell 7>")
+exec(compile(cell, "<cell 7>", "exec"), globals())
+try:
+    tt.notebook_launch(make(1, 2), {"cluster": {"nworkers_per_group": 2, "workspace": "v"}}, quiet=True)
+except RuntimeError as error:
+    print(type(error).__name__, error, flush=True)
+"""
+WAITS_AND_DIES = f"""
+import time
+from topotrain.tools.monitor.progress import longest_wait
+longest_wait.FIRST_S = 1.0
 def die(step):
+    while step == 0 and tt.rank() == 0 and not os.path.exists("released"):
+        time.sleep(0.05)
     if step == 3 and tt.rank() == 1 and not os.path.exists("died"):
         open("died", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
-report = tt.notebook_launch(make(2, 3), 'reduce: kSum cluster {{ {CLUSTER} workspace: "w" }}')
+report = tt.notebook_launch(make(2, 3), {JOB!r})
 print("total", report["metrics"]["total"], report["program"], seen, len(report["incidents"]), flush=True)
 """
-    with session(tmp_path) as process:
-        out, err = process.communicate(typed(BEGIN) + typed(text), timeout=120)
-    # each of 48 samples has counted three times, also while a worker was away; the session itself has trained nothing
-    assert "total 288.0 make.<locals>.train() [] 1" in out, out + err
-    assert "here [0]" in out
-    assert "training again" in out
-    assert (tmp_path / "died").exists()
-    assert left(tmp_path, process.pid) == []
+ENDLESS = f"""
+def die(step):
+    pass
+try:
+    print("endless", flush=True)
+    tt.notebook_launch(make(1, 10**6), {JOB!r})
+except KeyboardInterrupt:
+    print("interrupted", 6 * 7, flush=True)
+"""
+
+
+@pytest.mark.journey
+def test_a_session_trains_functions_that_are_in_no_file(tmp_path: Path) -> None:
+    """A job that fails, one that waits and is restarted, one that is interrupted, and one that is killed with it."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "JPY_SESSION_NAME": "a.ipynb", "FORCE_COLOR": "1"}
+    environ.pop("OMP_NUM_THREADS", None)
+    said, endless = [], 0
+    with (
+        ended_after(300),
+        open(tmp_path / "errors", "w") as errors,
+        subprocess.Popen(
+            [sys.executable, "-i", "-q", "-c", "", str(tmp_path)],
+            cwd=tmp_path,
+            env=environ,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write("".join(map(typed, (BEGIN, FAILS, WAITS_AND_DIES, ENDLESS, ENDLESS))))
+        process.stdin.flush()
+        for line in process.stdout:
+            said.append(line)
+            if "waiting for the first step of worker 0/0" in line:
+                (tmp_path / "released").touch()
+            if line.startswith("endless"):
+                endless += 1
+            if line.startswith("interrupted"):
+                assert left(tmp_path, process.pid) == []
+            if line.startswith("here") and endless == 1:
+                # As the terminal, or a notebook's server, sends it: to the whole group.
+                os.killpg(process.pid, signal.SIGINT)
+            if line.startswith("here") and endless == 2:
+                process.kill()
+                break
+        process.wait(30)
+        assert left(tmp_path, process.pid) == []
+    text = "".join(said)
+    assert "JobFailed worker 0/1 (unit 1) failed: ValueError: a fault of the cell" in text, text
+    assert 'File "<cell 7>", line 3, in die' in text and "raise ValueError('a fault of the cell')" in text
+    assert "topotrain: waiting for the first step of worker 0/0" in text and "\x1b" not in text
+    # Each of 48 samples has counted three times, also while a worker was away. The session itself has trained nothing.
+    assert "total 288.0 make.<locals>.train() [] 1\n" in said, text
+    assert "here [0]\n" in said and "training again" in text and "done 100 %  ETA 0:00" in text
+    assert "interrupted 42\n" in said
 
 
 @pytest.mark.journey
 def test_on_a_terminal_there_is_a_table_although_the_workers_are_forks(tmp_path: Path) -> None:
-    call = f"report = tt.notebook_launch(make(2, 3), 'reduce: kSum cluster {{ {CLUSTER} workspace: \"w\" }}')"
     program = tmp_path / "terminal.py"
-    program.write_text(f"{BEGIN}\n{call}\nprint('total', report['metrics']['total'])\n")
+    program.write_text(f"{BEGIN}\nprint('total', tt.notebook_launch(make(2, 3), {JOB!r})['metrics']['total'])\n")
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "OMP_NUM_THREADS", *NOTEBOOK)}
     environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
     shown = pexpect.spawn(sys.executable, [str(program)], cwd=str(tmp_path), env=environ, encoding="utf-8", timeout=120)
@@ -137,104 +182,6 @@ def test_on_a_terminal_there_is_a_table_although_the_workers_are_forks(tmp_path:
     shown.close()
     assert shown.exitstatus == 0
     assert left(tmp_path, 0) == []
-
-
-@pytest.mark.journey
-def test_in_a_notebook_a_long_wait_is_a_line_and_nothing_is_drawn_again(tmp_path: Path) -> None:
-    text = f"""
-from topotrain.tools.monitor.progress import longest_wait
-longest_wait.FIRST_S = 1.0
-def die(step):
-    if step == 0 and tt.rank() == 0 and not os.path.exists("released"):
-        import time
-        while not os.path.exists("released"):
-            time.sleep(0.05)
-report = tt.notebook_launch(make(2, 1), 'reduce: kSum cluster {{ {CLUSTER} workspace: "w" }}')
-print("total", report["metrics"]["total"], flush=True)
-"""
-    environment = {"JPY_SESSION_NAME": "a.ipynb", "FORCE_COLOR": "1"}
-    with session(tmp_path, environment=environment) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(typed(BEGIN) + typed(text))
-        process.stdin.flush()
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if "waiting for the first step of worker 0/0" in line:
-                (tmp_path / "released").touch()
-            if line.startswith("total"):
-                break
-        out, err = process.communicate(timeout=120)
-    text = "".join(lines)
-    assert lines[-1] == "total 96.0\n", text + out + err
-    assert "topotrain: waiting for the first step of worker 0/0" in text
-    assert "epoch 1  done 100 %  ETA 0:00" in text
-    assert "\x1b" not in text
-
-
-@pytest.mark.journey
-def test_the_error_of_a_worker_has_the_lines_of_the_cell(tmp_path: Path) -> None:
-    # IPython keeps the lines of a cell where tracebacks look for those of files
-    cell = "def die(step):\n    if step == 2 and tt.rank() == 1:\n        raise ValueError('a fault of the cell')\n"
-    text = f"""
-import linecache
-cell = {cell!r}
-linecache.cache["<cell 7>"] = (len(cell), None, cell.splitlines(True), "<cell 7>")
-exec(compile(cell, "<cell 7>", "exec"), globals())
-try:
-    tt.notebook_launch(make(1, 2), {{"cluster": {{"nworkers_per_group": 2, "workspace": "w"}}}}, quiet=True)
-except RuntimeError as error:
-    print(type(error).__name__, error, flush=True)
-report = tt.notebook_launch(make(1, 1), tt.Job(cluster=tt.Cluster(workspace="v")), quiet=True) if not die(0) else 0
-print("total", report["metrics"]["total"], flush=True)
-"""
-    with session(tmp_path) as process:
-        out, err = process.communicate(typed(BEGIN) + typed(text), timeout=120)
-    assert "JobFailed worker 0/1 (unit 1) failed: ValueError: a fault of the cell" in out, out + err
-    assert 'File "<cell 7>", line 3, in die' in out
-    assert "raise ValueError('a fault of the cell')" in out
-    assert "total 48.0" in out, out + err
-
-
-ENDLESS = f"""
-try:
-    tt.notebook_launch(make(1, 10**6), 'cluster {{ {CLUSTER} workspace: "w" }}')
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-print("and on", 6 * 7, flush=True)
-"""
-
-
-@pytest.mark.journey
-def test_an_interrupt_leaves_a_session_and_no_process(tmp_path: Path) -> None:
-    with session(tmp_path) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(typed(BEGIN) + typed(ENDLESS))
-        process.stdin.flush()
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.startswith("here"):
-                # as the terminal, or a notebook's server, sends it: to the whole group
-                os.killpg(process.pid, signal.SIGINT)
-            if line.startswith("and on"):
-                break
-        assert said[-2:] == ["interrupted\n", "and on 42\n"]
-        assert left(tmp_path, process.pid) == []
-
-
-@pytest.mark.journey
-def test_a_killed_session_leaves_no_process(tmp_path: Path) -> None:
-    with session(tmp_path) as process:
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(typed(BEGIN) + typed(ENDLESS))
-        process.stdin.flush()
-        for line in process.stdout:
-            if line.startswith("here"):
-                process.kill()
-                break
-        process.wait(30)
-        assert left(tmp_path, process.pid) == []
 
 
 def test_what_a_job_may_be(tmp_path: Path) -> None:
