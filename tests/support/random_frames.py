@@ -6,19 +6,19 @@ Everything comes from one seed, and is the same every time.
 import math
 import os
 import random as randomness
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from every_message import every_message
-from seeds import examples
+from seeds import SOAK
 
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.protocol import Message, ProtocolError, decode, encode
 
-COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", str(examples(20_000))))
+COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", 20_000 if SOAK else 1_000))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))
 
 KINDS = every_message()
@@ -174,9 +174,3 @@ def _clamped(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_clamped, value))
     return value
-
-
-def chunks(count: int, of: int = 1000) -> Iterator[int]:
-    while count > 0:
-        yield min(of, count)
-        count -= of

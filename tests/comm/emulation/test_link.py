@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_job import Cnn, adam, building, images, job_of, mlp, reference, run_hosted, usual_loop, vectors
+from in_process_job import adam, building, job_of, mlp, reference, run_hosted, usual_loop, vectors
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.emulation import link as emulated
@@ -21,9 +21,7 @@ from topotrain.comm.emulation.link import (
     EmulatedNetwork,
     EmulatedRoute,
     LinkMeter,
-    PiecesInFlight,
     ShapedSocket,
-    _head,
 )
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
@@ -74,17 +72,7 @@ def test_a_link_carries_one_thing_after_the_other(tmp_path: Path) -> None:
     assert meter.book(5.0, 500) == 5.5
     assert meter.book(5.0, 1000) == 6.5
     assert meter.book(6.0, 100) == pytest.approx(6.6)
-
-
-def test_time_in_which_nothing_is_sent_is_lost(tmp_path: Path) -> None:
-    meter = LinkMeter(tmp_path / "m", RATE)
-    meter.book(0.0, 100)
-    assert meter.book(50.0, 1000) == 51.0
-
-
-def test_processes_of_a_host_share_its_link(tmp_path: Path) -> None:
-    meters = [LinkMeter(tmp_path / "m", RATE) for _ in range(4)]
-    assert [meter.book(1.0, 100) for meter in meters * 2] == pytest.approx([1.1 + i / 10 for i in range(8)])
+    assert meter.book(50.0, 1000) == 51.0, "time in which nothing is sent is lost"
 
 
 def test_no_booking_is_lost_between_threads_and_processes(tmp_path: Path) -> None:
@@ -123,11 +111,6 @@ def test_delay_takes_nothing_from_the_throughput(tmp_path: Path) -> None:
     assert (go_on, there) == pytest.approx((2.0, 2.3))
 
 
-def test_a_sender_that_comes_early_keeps_the_link_busy(tmp_path: Path) -> None:
-    way = route(tmp_path, Link())
-    assert [way.book(early, 100)[1] for early in (0.0, 0.05, 0.15)] == pytest.approx([0.1, 0.2, 0.3])
-
-
 def test_many_to_one_wait_for_the_receivers_link(tmp_path: Path) -> None:
     ways = [route(tmp_path, Link(), up=n, down=9) for n in range(4)]
     ready, there = [0.0] * 4, [0.0] * 4
@@ -142,11 +125,6 @@ def test_many_to_one_wait_for_the_receivers_link(tmp_path: Path) -> None:
 def test_one_to_many_share_the_senders_link(tmp_path: Path) -> None:
     ways = [route(tmp_path, Link(), up=0, down=n) for n in range(1, 5)]
     assert max(way.book(0.0, 100)[1] for way in ways * 10) == pytest.approx(4.0)
-
-
-def test_both_directions_of_a_host_are_separate(tmp_path: Path) -> None:
-    there, back = route(tmp_path, Link(), 0, 1), route(tmp_path, Link(), 1, 0)
-    assert send(there, 10)[1] == send(back, 10)[1] == pytest.approx(1.0)
 
 
 def test_jitter_varies_the_delay_and_never_reorders(tmp_path: Path) -> None:
@@ -167,34 +145,6 @@ def test_a_lost_packet_is_sent_again_and_those_behind_it_wait(tmp_path: Path) ->
     assert go_on == pytest.approx((2 * PACKET + 1 + 3 * PACKET) / 1e6)
     assert there == pytest.approx(go_on + 0.1 + 2 * (0.2 + REPAIR_S))
     assert way.book(go_on, 1)[1] == there  # in order
-
-
-def test_without_loss_and_jitter_nothing_is_left_to_chance(tmp_path: Path) -> None:
-    assert send(route(tmp_path, Link(delay=1.0), rng=FixedRandom()), 3)[1] == pytest.approx(0.301)
-
-
-def test_without_bandwidth_only_time_passes() -> None:
-    way = EmulatedRoute(Link(delay=20.0), None, None, random.Random(1))
-    assert way.book(3.0, 1 << 30) == pytest.approx((3.0, 3.02))
-
-
-def test_what_is_under_way_keeps_its_order_and_is_counted() -> None:
-    under_way = PiecesInFlight()
-    assert not under_way
-    for n in range(3):
-        under_way.put(float(n), bytes(10 + n))
-    assert under_way.nbytes == 33
-    for n in range(3):
-        assert under_way.first() == (float(n), bytes(10 + n))
-        under_way.arrived()
-    assert not under_way
-    assert under_way.nbytes == 0
-
-
-@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 100])
-def test_a_piece_is_cut_from_the_front_of_the_buffers(size: int) -> None:
-    buffers = [b"abcd", memoryview(torch.zeros(0).numpy()), memoryview(b"efg")]
-    assert _head(buffers, size) == b"abcdefg"[:size]
 
 
 # ---- sockets ---------------------------------------------------------------------------------------------------------
@@ -244,7 +194,7 @@ def test_a_caller_that_must_not_wait_is_told_so(tcp: Any, tmp_path: Path) -> Non
     assert read_all(tcp[1]) == b""
 
 
-@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR, None])
+@pytest.mark.parametrize("how", [socket.SHUT_WR, None])
 def test_what_was_sent_arrives_after_the_end(tcp: Any, tmp_path: Path, how: int | None) -> None:
     out = shaped(Link(delay=50.0), tcp[0], tmp_path)
     out.sendall(b"goodbye")
@@ -296,12 +246,6 @@ def test_a_peer_that_is_gone_is_an_error_for_the_sender(tcp: Any, tmp_path: Path
     out.close()
 
 
-def test_one_host_has_no_link_inside(tcp: Any, tmp_path: Path) -> None:
-    for link, topology in ((FAST, layout(Cluster(nworkers_per_group=2))), (Link(), APART)):
-        assert EmulatedNetwork(link, tmp_path, "k", topology).shape(tcp[0], WORKER, SERVER) is tcp[0]
-    assert not list(tmp_path.iterdir())
-
-
 # ---- the transport ---------------------------------------------------------------------------------------------------
 
 
@@ -349,19 +293,6 @@ def test_messages_go_through_the_link_in_both_directions(
 # ---- the layout and the job ------------------------------------------------------------------------------------------
 
 
-def test_with_a_link_every_unit_is_a_host() -> None:
-    cluster = {"nworkers_per_group": 4, "nworkers_per_procs": 2, "nservers_per_group": 2}
-    alone, linked = layout(Cluster(**cluster)), layout(Cluster(**cluster, link=Link()))
-    addresses = [resident for unit in linked.units for resident in (*unit.workers, *unit.servers)]
-    for a in addresses:
-        assert (alone.host_of(a), linked.host_of(a)) == (0, linked.unit_of(a))
-        for b in addresses:
-            assert alone.together(a, b)
-            assert linked.together(a, b) == (linked.unit_of(a) == linked.unit_of(b))
-    with pytest.raises(ValueError, match="does not exist"):
-        alone.host_of(Address(Role.WORKER, 0, 4))
-
-
 @pytest.mark.parametrize("transport", ["kAuto", "kTcp"])
 def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, transport: str) -> None:
     job = job_of("two by two", link=LINKS[2], transport=transport)
@@ -388,20 +319,12 @@ def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, 
         each.close()
 
 
-@pytest.mark.parametrize("name", ["sandblaster", "two by two"])
-def test_a_link_changes_no_bit(name: str, tmp_path: Path) -> None:
+def test_a_link_changes_no_bit(tmp_path: Path) -> None:
+    name = "two by two"
     script, build = usual_loop(vectors(6)), building(mlp, adam)
     link = Link(bandwidth=100.0, delay=2.0, jitter=1.0, loss=0.01)
     hosted = run_hosted(job_of(name, link=link), build, script, tmp_path)
     assert hosted.same_bits(reference(job_of(name), build, script))
-
-
-def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
-    script, build = usual_loop(images(4)), building(Cnn, adam)
-    (tmp_path / "linked").mkdir()
-    (tmp_path / "plain").mkdir()
-    linked = run_hosted(job_of("allreduce", link=FAST), build, script, tmp_path / "linked")
-    assert linked.same_bits(run_hosted(job_of("allreduce"), build, script, tmp_path / "plain"))
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -412,7 +335,6 @@ def test_a_link_changes_no_bit_of_larger_values(tmp_path: Path) -> None:
     [
         ("100mbit,20ms", Link(bandwidth=100.0, delay=20.0)),
         ("1gbit", Link(bandwidth=1000.0)),
-        ("20ms", Link(delay=20.0)),
         ("1.5Mbit, jitter=5ms, loss=0.01", Link(bandwidth=1.5, jitter=5.0, loss=0.01)),
         ("bandwidth=500kbit,delay=1s,loss=2%", Link(bandwidth=0.5, delay=1000.0, loss=0.02)),
         ("100us,.5gbit", Link(bandwidth=500.0, delay=0.1)),
@@ -426,16 +348,13 @@ def test_a_link_in_short(text: str, link: Link) -> None:
     ("text", "complaint"),
     [
         ("100", "'100' is not a part of a link"),
-        ("fast", "'fast' is not a part of a link"),
         ("100mbit,", "'' is not a part of a link"),
-        ("jitter=5", "'jitter=5' is not a part of a link"),
         ("delay=5mbit", "'delay=5mbit' is not a part of a link"),
         ("speed=5mbit", "'speed=5mbit' is not a part of a link"),
         ("-5ms", "'-5ms' is not a part of a link"),
         ("1mbit,2mbit", "bandwidth is given twice"),
         ("0mbit", "--emulate = '0mbit': bandwidth must be 1 bit/s to 1,000,000 Gbit/s"),
         ("loss=1", "--emulate = 'loss=1': loss must be a number >= 0 and < 1"),
-        ("99999999s", "--emulate = '99999999s': delay must be at most 3600 s"),
         ("jitter=4000s", "--emulate = 'jitter=4000s': jitter must be at most 3600 s"),
     ],
 )

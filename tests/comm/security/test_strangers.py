@@ -1,6 +1,6 @@
 """Strangers: however many connect, and whatever they have overheard or stolen, none is accepted.
 
-TOPOTRAIN_FUZZ_FRAMES divided by 40 is how many come (125 if it says nothing, 500 in `make soak`),
+TOPOTRAIN_FUZZ_FRAMES divided by 20 is how many come (50 if it says nothing, 1,000 in `make soak`),
 TOPOTRAIN_FUZZ_SEED which.
 """
 
@@ -216,7 +216,7 @@ def tapes(acceptor: Acceptor) -> None:
 
 def test_no_stranger_is_let_in(acceptor: Acceptor) -> None:
     rng, turned_away = FrameGenerator(SEED), Counter[str]()
-    count = share(0.025)
+    count = share(0.05)
     for number in range(count):
         kind = STRANGERS[number % len(STRANGERS)]
         heard = acceptor.accept(kind(rng))

@@ -200,7 +200,7 @@ def test_a_worker_reads_on_however_much_it_has_queued_itself():
         assert [resident.next().round for _ in range(100)] == list(range(1, 101))
 
 
-@pytest.mark.parametrize("kind", ["tcp", "shm", "local"])
+@pytest.mark.parametrize("kind", ["tcp", "local"])
 def test_a_reader_never_waits_even_if_it_says_that_it_may(kind):
     """Each answers from inside `handle` with much more than LIMIT, as nobody should; nothing stops."""
     transports = TransportGroup(kind)
