@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -59,27 +60,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 3), (3, 1)])
-def test_training_goes_on_bit_for_bit_whatever_the_number_of_servers(files, name, before, after):
-    make, settings = OPTIMIZERS[name]
-    undisturbed = Vault(make, 2, **settings).train(7)
-    path = Vault(make, before, **settings).train(4).write(files, 1)
-    fresh = resume(Vault(make, after, **settings), Manifest.open(path))
-    fresh.step = 4
-    assert equal(fresh.train(3).values(), undisturbed.values())
-
-
-@pytest.mark.parametrize("slicings", [("kElement", "kTensor"), ("kTensor", "kElement"), ("kTensor", "kTensor")])
-def test_training_goes_on_where_tensors_are_kept_whole(files, slicings):
-    before, after = (Slicing(each) for each in slicings)
-    undisturbed = Vault(torch.optim.Adam, 1).train(6)
-    path = Vault(torch.optim.Adam, 3, before).train(4).write(files, 1)
-    fresh = resume(Vault(torch.optim.Adam, 2, after), Manifest.open(path))
-    fresh.step = 4
-    assert equal(fresh.train(2).values(), undisturbed.values())
-
-
 class Matrices(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,12 +67,31 @@ class Matrices(nn.Module):
         self.a, self.b = nn.Linear(20, 10, bias=False), nn.Linear(10, 30, bias=False)
 
 
-def test_state_of_another_shape_than_its_parameter_goes_on_too(files):
-    undisturbed = Vault(torch.optim.Adafactor, 1, Slicing.kTensor, Matrices).train(6)
-    path = Vault(torch.optim.Adafactor, 2, Slicing.kTensor, Matrices).train(4).write(files, 1)
-    fresh = resume(Vault(torch.optim.Adafactor, 1, Slicing.kTensor, Matrices), Manifest.open(path))
+CUT, WHOLE = Slicing.kElement, Slicing.kTensor
+SHARDS = [(2, CUT, 2, CUT), (1, CUT, 3, CUT), (3, CUT, 1, CUT)]
+ADAM = (torch.optim.Adam, {}, Net)
+
+
+@pytest.mark.parametrize(
+    ("made", "layout"),
+    [
+        *zip(((*each, Net) for each in OPTIMIZERS.values()), cycle(SHARDS), strict=False),
+        (ADAM, SHARDS[1]),
+        (ADAM, SHARDS[2]),
+        # Tensors that are kept whole, also with state of another shape than their own.
+        (ADAM, (3, CUT, 2, WHOLE)),
+        (ADAM, (3, WHOLE, 2, CUT)),
+        (ADAM, (3, WHOLE, 2, WHOLE)),
+        ((torch.optim.Adafactor, {}, Matrices), (2, WHOLE, 1, WHOLE)),
+    ],
+)
+def test_training_goes_on_bit_for_bit_whatever_the_servers(files, made, layout):
+    (make, settings, net), (before, cut, after, cut_after) = made, layout
+    undisturbed = Vault(make, 1, cut_after, net, **settings).train(7)
+    path = Vault(make, before, cut, net, **settings).train(4).write(files, 1)
+    fresh = resume(Vault(make, after, cut_after, net, **settings), Manifest.open(path))
     fresh.step = 4
-    assert equal(fresh.train(2).values(), undisturbed.values())
+    assert equal(fresh.train(3).values(), undisturbed.values())
 
 
 def test_plain_pytorch_loads_the_files(files):
@@ -108,28 +107,23 @@ def test_plain_pytorch_loads_the_files(files):
     assert state["conv.weight/exp_avg"].shape == (6, 5, 3, 3)
     assert not any(name.startswith("idle/") for name in state)
     assert state.keys() == Manifest.open(path).files[STATE].entries.keys()
+    assert load_file(path / WORKERS)["worker 0/0"].tolist() == list(range(50))
+    assert read(Manifest.open(path))["worker (0, 0)"].tolist() == list(range(50))
 
 
-def test_what_workers_left_comes_back(files):
-    left = {
-        Address(Role.WORKER, g, i): torch.randint(0, 255, (97 * g + i,), dtype=torch.uint8)
-        for g in (0, 1)
-        for i in (0, 2)
-    }
-    manifest = Manifest.open(Vault().write(files, 5, left))
+def test_facts_and_what_workers_left_come_back(files):
+    places = [Address(Role.WORKER, g, i) for g in (0, 1) for i in (0, 2)]
+    left = {who: torch.randint(0, 255, (97 * who.group + who.index,), dtype=torch.uint8) for who in places}
+    facts = {"first_epoch": None, "epochs": [[3, [[0, 4], [4, 5], [9, 11]]]], "steps": [[0, 6], [1, 8]]}
+    manifest = Manifest.open(Vault().train(2).write(files, 12, left, **facts))
     manifest.verify()
+    assert (manifest.number, manifest.version, manifest.first_epoch, manifest.clocks) == (12, 2, None, {0: 3})
+    assert (manifest.runs(3), manifest.runs(4), manifest.epochs) == (((0, 5), (9, 11)), (), (3,))
+    assert [manifest.steps(group) for group in (0, 1, 2)] == [6, 8, 7]
     assert list(manifest.workers) == [(0, 0), (0, 2), (1, 0), (1, 2)]
     for worker, data in left.items():
         assert manifest.worker(worker.group, worker.index) == bytes(data.tolist())
     assert manifest.worker(3, 3) is None
-
-
-def test_facts_come_back(files):
-    facts = {"first_epoch": None, "epochs": [[3, [[0, 4], [4, 5], [9, 11]]]], "steps": [[0, 6], [1, 8]]}
-    manifest = Manifest.open(Vault().train(2).write(files, 12, **facts))
-    assert (manifest.number, manifest.version, manifest.first_epoch, manifest.clocks) == (12, 2, None, {0: 3})
-    assert (manifest.runs(3), manifest.runs(4), manifest.epochs) == (((0, 5), (9, 11)), (), (3,))
-    assert [manifest.steps(group) for group in (0, 1, 2)] == [6, 8, 7]
 
 
 # --- which one counts --------------------------------------------------------------------------------------------
@@ -180,12 +174,6 @@ def test_what_was_taken_after_the_one_that_is_gone_back_to_is_moved_aside(files,
     assert latest(tmp_path).number == 2
     assert files.begin(origin, again=True) == 3
     assert numbers(tmp_path / ASIDE) == [3, 4]
-
-
-def test_links_go_aside_with_what_they_name(files, tmp_path):
-    Vault().train(1).write(files, 1, step=7)
-    assert files.begin(None, again=False) == 1
-    assert Manifest.open(tmp_path / ASIDE / "step-7").number == 1 and not files.folder.exists()
 
 
 def test_a_damaged_newest_gives_way_to_the_one_before(files, tmp_path):
@@ -317,12 +305,6 @@ def test_reading_out_of_bounds_is_a_named_error(files):
         manifest.values("a.weight", 0, torch.zeros(2, dtype=torch.float64))
 
 
-def test_workers_file_is_an_ordinary_one(files):
-    path = Vault(net=Matrices).write(files, 1)
-    assert load_file(path / WORKERS)["worker 0/0"].tolist() == list(range(50))
-    assert read(Manifest.open(path))["worker (0, 0)"].tolist() == list(range(50))
-
-
 # --- what earlier runs have left -----------------------------------------------------------------------------------
 
 
@@ -374,14 +356,14 @@ def bind(path: Path) -> None:
         listener.bind(str(path))
 
 
-@pytest.mark.parametrize("name", [MANIFEST, MODEL])
 @pytest.mark.parametrize(
-    ("make", "kind"),
+    ("name", "make", "kind"),
     [
-        (os.mkfifo, "is a named pipe, must be a file"),
-        (os.mkdir, "is a folder, must be a file"),
-        (lambda path: path.symlink_to("/dev/zero"), "is a device, must be a file"),
-        (bind, "is a socket, must be a file"),
+        (MANIFEST, os.mkfifo, "is a named pipe, must be a file"),
+        (MODEL, os.mkfifo, "is a named pipe, must be a file"),
+        (MANIFEST, os.mkdir, "is a folder, must be a file"),
+        (MODEL, lambda path: path.symlink_to("/dev/zero"), "is a device, must be a file"),
+        (MANIFEST, bind, "is a socket, must be a file"),
     ],
 )
 def test_a_file_that_is_none_is_refused_and_not_waited_for(files, tmp_path, monkeypatch, name, make, kind):
@@ -393,7 +375,7 @@ def test_a_file_that_is_none_is_refused_and_not_waited_for(files, tmp_path, monk
         latest(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["w" * n for n in range(1, 18)])
-def test_the_tensors_of_a_file_stand_at_aligned_places(name):
-    layout = lay_out([TensorDescription(name, "complex128", (3,), (1,))], {})
-    assert len(layout.header) % 64 == layout.entries[name].begin % 64 == 0
+def test_the_tensors_of_a_file_stand_at_aligned_places():
+    for name in ("w" * n for n in range(1, 18)):
+        layout = lay_out([TensorDescription(name, "complex128", (3,), (1,))], {})
+        assert len(layout.header) % 64 == layout.entries[name].begin % 64 == 0

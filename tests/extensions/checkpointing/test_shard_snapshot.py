@@ -1,14 +1,17 @@
 """Snapshots under the simulated network: what shards freeze together, and what a job goes on from."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from seeds import seeds
-from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
+from faulty_network import NetworkFaults
+from seeds import SOAK, seeds
+from simulation import SMALL, STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
 from snapshot_archive import Archive
 
-from topotrain.config.job import Apply, Grads
+from topotrain.config.job import Apply, Grads, Job
+from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
@@ -18,7 +21,6 @@ from topotrain.extensions.checkpointing.data_position import DataPosition
 from topotrain.extensions.checkpointing.snapshot_coordinator import (
     END,
     TIME,
-    DropSnapshot,
     PublishSnapshot,
     WriteSnapshot,
 )
@@ -26,127 +28,148 @@ from topotrain.extensions.checkpointing.snapshot_messages import CUT, Remainder,
 
 pytestmark = pytest.mark.simulated
 
+DOUBLE = parameters(150, 256, 90, dtype="float64")
 
-@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
-@pytest.mark.parametrize("seed", range(4))
-def test_all_shards_freeze_behind_the_same_decision(weather, seed):
-    cluster = ScriptedCluster(job(groups=3, workers=1, shards=3), seed, weather)
-    archive = Archive(cluster)
-    pushed: dict[int, list[list[torch.Tensor]]] = {0: [], 1: [], 2: []}
 
-    def script(worker: ScriptedWorker) -> None:
+class Played:
+    """A job whose workers make some steps, and whose first worker asks for snapshots before some of them.
+
+    cluster, archive: of the job. pushed: the gradients of each group.
+    """
+
+    def __init__(
+        self,
+        made: Job,
+        seed: int = 1,
+        weather: NetworkFaults = VIEWS,
+        steps: Callable[[int], int] = lambda group: 4,
+        before: Callable[[int, Archive], object] = lambda step, archive: None,
+        pause: float = 0.1,
+        schema: tuple[Parameter, ...] = SMALL,
+        archive: Callable[[ScriptedCluster], Archive] = Archive,
+        observe: Callable[..., None] | None = None,
+    ) -> None:
+        self.cluster = ScriptedCluster(made, seed, weather, schema)
+        self.archive, self.pushed = archive(self.cluster), dict[int, list[list[torch.Tensor]]]()
+        self._steps, self._before, self._pause = steps, before, pause
+        if observe is not None:
+            self.cluster.transport.observers.append(observe)
+        self.cluster.play(self._script)
+
+    def _script(self, worker: ScriptedWorker) -> None:
+        group, first = worker.me.group, worker.me == self.cluster.workers[0]
+        pushed = self.pushed.setdefault(group, [])
+        if first:
+            self._before(-1, self.archive)
         worker.open()
-        for _ in range(6):
+        for step in range(self._steps(group)):
             gradient = worker.numbers()
-            pushed[worker.me.group].append([g.clone() for g in gradient])
-            worker.sleep(0.0, 0.01)
-            if worker.me.group == 0:
-                archive.ask()
+            pushed.append([g.clone() for g in gradient])
+            worker.sleep(0.0, self._pause)
+            if first:
+                self._before(step, self.archive)
             worker.step(gradient)
+            worker.sleep(self._pause, self._pause)
         worker.finish()
 
-    cluster.play(script)
-    assert archive.published and not archive.dropped
-    for published in archive.published:
-        steps = dict(published.facts["steps"])
-        done = [g for group, count in steps.items() for g in pushed[group][:count]]
-        wanted = [-t for t in total(done)]
-        found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
-        assert same(found, wanted), (published.number, steps)
-        assert published.facts["version"] == sum(steps.values()) >= 1
-    versions = [published.facts["version"] for published in archive.published]
-    assert versions == sorted(set(versions))
+    @property
+    def published(self) -> list[PublishSnapshot]:
+        return self.archive.published
+
+    @property
+    def taken(self) -> list[tuple[str, int]]:
+        return [(each.why, dict(each.facts["steps"])[0]) for each in self.published]
+
+    def check(self) -> int:
+        """Each snapshot has every update that it counts once; return their number."""
+        for published in self.published:
+            steps = dict(published.facts["steps"])
+            assert steps.keys() == self.pushed.keys()
+            done = [g for group, count in steps.items() for g in self.pushed[group][:count]]
+            found = [self.archive.values[published.number][p.name] for p in self.cluster.map.parameters]
+            assert same(found, [-t for t in total(done)]), (published.number, steps)
+            assert published.facts["version"] == sum(steps.values()) >= 1
+        versions = [published.facts["version"] for published in self.published]
+        assert versions == sorted(set(versions))
+        return len(versions)
+
+
+def ask(step: int, archive: Archive) -> None:
+    if step >= 0:
+        archive.ask()
+
+
+@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
+@pytest.mark.parametrize(
+    ("groups", "server_groups", "shards", "freq"), [(3, 1, 3, 1), (2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)]
+)
+def test_all_shards_freeze_behind_the_same_decision(weather, groups, server_groups, shards, freq):
+    """Also where several server groups have one model."""
+    taken, few = 0, seeds(12)[: 12 if SOAK else 2]
+    for seed in few:
+        apart = {"nserver_groups": server_groups, "sync_freq": freq} if server_groups > 1 else {}
+        made = job(groups, 1, shards, **apart)
+        steps = (lambda group: 3 + 3 * group) if server_groups > 1 else (lambda group: 6)
+        found = Played(made, seed, weather, steps, ask, 0.01 if server_groups == 1 else 0.1, DOUBLE)
+        assert not found.archive.dropped
+        taken += found.check()
+    assert taken >= len(few)
 
 
 def test_the_workers_of_every_group_are_told_with_their_next_step():
-    cluster = ScriptedCluster(job(groups=2, workers=1, shards=2, max_staleness=0), 1, VIEWS)
-    archive = Archive(cluster)
     told: dict[int, list[int]] = {0: [], 1: []}
 
     def observe(sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, m.Applied) and sender.index == 0:
             told[to.group].append(message.snapshot)
 
-    cluster.transport.observers.append(observe)
+    def once(step, archive):
+        if step == 1:
+            archive.ask()
 
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for step in range(4):
-            if worker.me.group == 0 and step == 1:
-                archive.ask()
-            worker.step(worker.numbers())
-        worker.finish()
-
-    cluster.play(script)
+    found = Played(job(groups=2, workers=1, shards=2, max_staleness=0), before=once, observe=observe)
     assert sum(told[0]) == sum(told[1]) == 1
-    assert len(archive.published) == 1
+    assert len(found.published) == 1
 
 
 def test_none_is_taken_before_the_first_step():
-    cluster = ScriptedCluster(job(workers=1, shards=2), 1, VIEWS)
-    archive = Archive(cluster)
-
-    def script(worker: ScriptedWorker) -> None:
-        archive.ask()
-        worker.open()
-        archive.ask()
-        worker.finish()
-
-    cluster.play(script)
-    assert not archive.values and not archive.published
+    found = Played(job(shards=2), steps=lambda group: 0, before=lambda step, archive: archive.ask())
+    assert not found.archive.values and not found.published
 
 
 def test_a_shard_that_cannot_write_costs_this_snapshot_only():
-    cluster = ScriptedCluster(job(workers=1, shards=3), 1, VIEWS)
-    archive = Archive(cluster, fails=1)
+    def before(step, archive):
+        archive.fails = 1 if step < 4 else -1
+        ask(step, archive)
 
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for step in range(8):
-            archive.fails = 1 if step < 4 else -1
-            archive.ask()
-            worker.step(worker.numbers())
-            worker.sleep(0.1, 0.1)
-        worker.finish()
-
-    cluster.play(script)
+    archive = Played(job(shards=3), steps=lambda group: 8, before=before).archive
     assert archive.dropped and all("the disk is full" in drop.why for drop in archive.dropped)
     assert archive.published and archive.published[0].number > archive.dropped[-1].number
 
 
+class Noted(Archive):
+    """Keeps the orders to write."""
+
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        super().__init__(cluster)
+        self.orders: list[WriteSnapshot] = []
+        self.places: list[list[int]] = []
+
+    def work(self, me: Address, what: object) -> None:
+        if isinstance(what, WriteSnapshot):
+            self.orders.append(what)
+            self.places.append([slab.body.data_ptr() for slab in (*what.frozen.values, *what.frozen.state)])
+        super().work(me, what)  # type: ignore[arg-type]
+
+
 def test_the_memory_of_a_snapshot_is_that_of_the_one_before():
-    cluster = ScriptedCluster(job(workers=1, shards=1), 1, VIEWS)
-    archive = Archive(cluster)
-    places = []
-    work = archive.work
-    archive.work = lambda me, what: (
-        places.append([slab.body.data_ptr() for slab in (*what.frozen.values, *what.frozen.state)])
-        if isinstance(what, WriteSnapshot)
-        else None,
-        work(me, what),
-    )
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for _ in range(4):
-            archive.ask()
-            worker.step(worker.numbers())
-            worker.sleep(0.1, 0.1)
-        worker.finish()
-
-    cluster.play(script)
+    places = Played(job(), before=ask, archive=Noted).archive.places
     assert len(places) > 1 and all(each == places[0] for each in places)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}, "kOnArrival"),
-    ],
-)
-def test_jobs_without_a_common_moment_take_none(fields, words):
-    cluster = ScriptedCluster(job(**fields), 1, VIEWS)
-    assert words in snapshots_of(cluster.server(0, 0)).refusal
+def test_jobs_without_a_common_moment_take_none():
+    fields = {"groups": 2, "apply": Apply.kOnArrival, "grads": Grads.kHidden, "share_memory": False}
+    assert "kOnArrival" in snapshots_of(ScriptedCluster(job(**fields)).server(0, 0)).refusal
 
 
 # --- positions ---------------------------------------------------------------------------------------------------
@@ -315,62 +338,39 @@ def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
 # --- when the user says so ---------------------------------------------------------------------------------------
 
 
-def stepping(steps: int, pause: float = 0.1):
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for _ in range(steps):
-            worker.step(worker.numbers())
-            worker.sleep(pause, pause)
-        worker.finish()
-
-    return script
-
-
-def taken(archive: Archive) -> list[tuple[str, int]]:
-    return [(published.why, dict(published.facts["steps"])[0]) for published in archive.published]
-
-
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize(("freq", "after", "steps"), [(3, 0, [3, 6, 9]), (4, 1, [1, 5, 9]), (5, 7, [7])])
 def test_one_behind_each_step_that_is_asked_for(groups, freq, after, steps):
-    cluster = ScriptedCluster(
-        job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after), 3, STORM
-    )
-    archive = Archive(cluster)
-    cluster.play(stepping(10, 1.0))
-    assert taken(archive) == [("step", step) for step in steps]
+    made = job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after)
+    assert Played(made, 3, STORM, lambda group: 10, pause=1.0).taken == [("step", step) for step in steps]
+
+
+class Slow(Archive):
+    """A disk that has written nothing when the job ends."""
+
+    def __init__(self, cluster: ScriptedCluster) -> None:
+        super().__init__(cluster)
+        self.kept: list[tuple[Address, list[SnapshotPart]]] = []
+
+    def say(self, me: Address, said: list[SnapshotPart]) -> None:
+        self.kept.append((me, said))
 
 
 def test_who_asks_faster_than_a_disk_writes_has_fewer_and_training_goes_on():
-    cluster = ScriptedCluster(job(workers=1, shards=2, checkpoint_freq=1), 1, VIEWS)
-    archive = Archive(cluster)
-    kept, archive.say = [], lambda me, said: kept.append((me, said))
-
-    def script(worker: ScriptedWorker) -> None:
-        stepping(4)(worker)
-
-    cluster.play(script)
+    archive = Played(job(shards=2, checkpoint_freq=1), archive=Slow).archive
     assert not archive.published and len(archive.values) == 1
-    for me, said in kept:
+    for me, said in archive.kept:
         Archive.say(archive, me, said)
     assert len(archive.values) == 1
 
 
 def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
-    cluster = ScriptedCluster(job(workers=1, shards=2, checkpoint_freq=4), 1, VIEWS)
-    archive = Archive(cluster)
+    def before(step, archive):
+        if step in (2, 3):
+            archive.ask()
 
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for step in range(8):
-            if step in (2, 3):
-                archive.ask()
-            worker.step(worker.numbers())
-            worker.sleep(0.1, 0.1)
-        worker.finish()
-
-    cluster.play(script)
-    assert taken(archive) == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
+    found = Played(job(shards=2, checkpoint_freq=4), steps=lambda group: 8, before=before)
+    assert found.taken == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
 
 
 def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_after():
@@ -383,69 +383,25 @@ def test_one_that_waits_for_workers_is_not_given_up_for_another_that_comes_soon_
     assert archive.dropped
 
 
-def test_the_last_one_is_behind_the_very_next_step():
-    cluster = ScriptedCluster(job(groups=2, workers=1, shards=2), 1, VIEWS)
-    archive = Archive(cluster)
+def last(archive: Archive) -> None:
     me = Address(Role.SERVER, 0, 0)
+    archive.cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))
 
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        if worker.me.group == 0:
-            cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))  # nothing is there yet
-        for step in range(4):
-            worker.step(worker.numbers())
-            worker.sleep(0.1, 0.1)
-            if worker.me.group == 0 and step == 1:
-                cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))
-        worker.finish()
 
-    cluster.play(script)
-    assert [drop.number for drop in archive.dropped] == [0]
-    ((why, _),) = taken(archive)
-    assert why == "end" and archive.published[0].facts["version"] in (4, 5, 6)
-    cluster.sim_servers[me].handle(me, SnapshotRequest(last=True))  # the job ends by itself
-    assert len(archive.dropped) == 1
+def test_the_last_one_is_behind_the_very_next_step():
+    def before(step, archive):
+        if step == 0 or step == 2:  # nothing is there yet, and then two steps are
+            last(archive)
+
+    found = Played(job(groups=2, workers=1, shards=2), before=before)
+    assert [drop.number for drop in found.archive.dropped] == [0]
+    ((why, _),) = found.taken
+    assert why == "end" and found.published[0].facts["version"] in (4, 5, 6)
+    last(found.archive)  # the job ends by itself
+    assert len(found.archive.dropped) == 1
 
 
 # --- several server groups ---------------------------------------------------------------------------------------
-
-DOUBLE = parameters(150, 256, 90, dtype="float64")
-
-
-@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
-@pytest.mark.parametrize(("groups", "server_groups", "shards", "freq"), [(2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)])
-def test_one_model_of_several_server_groups_has_every_update_that_counts_once(
-    weather, groups, server_groups, shards, freq
-):
-    taken = 0
-    for seed in seeds(12):
-        made = job(groups, 1, shards, nserver_groups=server_groups, sync_freq=freq)
-        cluster = ScriptedCluster(made, seed, weather, DOUBLE)
-        archive = Archive(cluster)
-        pushed: dict[int, list[list[torch.Tensor]]] = {group: [] for group in range(groups)}
-
-        def script(worker: ScriptedWorker, archive=archive, pushed=pushed) -> None:
-            worker.open()
-            for _ in range(3 + 3 * worker.me.group):
-                gradient = worker.numbers()
-                pushed[worker.me.group].append([g.clone() for g in gradient])
-                worker.sleep(0.0, 0.1)
-                if worker.me.group == 0:
-                    archive.ask()
-                worker.step(gradient)
-            worker.finish()
-
-        cluster.play(script)
-        assert not archive.dropped
-        for published in archive.published:
-            steps = dict(published.facts["steps"])
-            assert steps.keys() == set(range(groups))
-            done = [g for group, count in steps.items() for g in pushed[group][:count]]
-            found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
-            assert same(found, [-t for t in total(done)]), (seed, published.number, steps)
-            assert published.facts["version"] == sum(steps.values())
-            taken += 1
-    assert taken >= len(seeds(12))
 
 
 def test_early_changes_of_a_group_are_held_once():
@@ -480,57 +436,37 @@ def test_early_changes_of_a_group_are_held_once():
 
 def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
     """What each server writes is what the file wants: each element once, state once."""
-    cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 3, VIEWS, DOUBLE)
-    archive = Archive(cluster)
-    written: dict[str, list[tuple[int, int]]] = {}
-    states: set[Address] = set()
-    work = archive.work
 
-    def noted(me: Address, what: WriteSnapshot | PublishSnapshot | DropSnapshot) -> None:
-        if isinstance(what, WriteSnapshot):
-            for slab in what.frozen.values:
-                written.setdefault(slab.name, []).append((slab.lo, slab.lo + slab.body.numel()))
-            states.update({what.server} if what.frozen.state else set())
-        work(me, what)
-
-    archive.work = noted
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        if worker.me.group == 0:
+    def once(step, archive):
+        if step == 0:
             archive.ask()
-        for _ in range(3):
-            worker.step(worker.numbers())
-            worker.sleep(0.1, 0.1)
-        worker.finish()
 
-    cluster.play(script)
-    assert len(archive.published) == 1
+    found = Played(job(2, 1, 2, nserver_groups=2), 3, before=once, schema=DOUBLE, archive=Noted)
+    assert len(found.published) == 1
+    slabs = [slab for order in found.archive.orders for slab in order.frozen.values]
     for parameter in DOUBLE:
-        runs = sorted(written[parameter.name])
+        runs = sorted((slab.lo, slab.lo + slab.body.numel()) for slab in slabs if slab.name == parameter.name)
         assert [lo for lo, _ in runs] == [0, *[hi for _, hi in runs[:-1]]] and runs[-1][1] == parameter.count
-    assert all(server.group == 0 for server in states)
-
-
-def at_rest(worker: ScriptedWorker, archive: Archive, moment: float) -> None:
-    """Everybody makes three steps; a snapshot is asked for when all is over."""
-    worker.open()
-    for _ in range(3):
-        worker.step(worker.numbers())
-    worker.finish()
-    if worker.me.group == 0:
-        worker.client.values.fetch_final()
-        worker.sleep(moment, moment)
-        archive.ask()
+    assert all(order.server.group == 0 for order in found.archive.orders if order.frozen.state)
 
 
 def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
     cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
     archive = Archive(cluster)
-    cluster.play(lambda worker: at_rest(worker, archive, 1.0))
-    ((published),) = archive.published
-    found = [archive.values[published.number][p.name] for p in cluster.map.parameters]
-    assert same(found, cluster.values())
+
+    def script(worker: ScriptedWorker) -> None:
+        worker.open()
+        for _ in range(3):
+            worker.step(worker.numbers())
+        worker.finish()
+        if worker.me.group == 0:
+            worker.client.values.fetch_final()
+            worker.sleep(1.0, 1.0)
+            archive.ask()
+
+    cluster.play(script)
+    (published,) = archive.published
+    assert same([archive.values[published.number][p.name] for p in cluster.map.parameters], cluster.values())
 
 
 def test_an_announcement_that_is_sent_again_freezes_no_server_again():

@@ -4,8 +4,6 @@ kNaive adds in the canonical order, so it has the reference's bits; ring, tree a
 within 1e-6. Every own algorithm has the same bits in every run and on every transport.
 """
 
-from collections.abc import Callable
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import pairwise
 from torch import nn
 from training_loops import (
     ALWAYS,
@@ -60,7 +59,7 @@ from topotrain.extensions.collectives.torch_reduction import TorchReduction
 
 OWN = (Algorithm.kNaive, Algorithm.kRing, Algorithm.kTree)
 NEAR = 1e-6
-Run = Callable[..., Result]
+USUAL = usual_loop(vectors(8))
 
 
 def beside(workers: int = 3, **changes: Any) -> Job:
@@ -80,57 +79,7 @@ def check(job: Job, result: Result, build: Any, script: Any) -> None:
         assert result.same_bits(expected)
 
 
-@pytest.fixture(params=[False, True], ids=["sent", "shown"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """In this process; all that it needs travels, or residents see each other's memory."""
-    return partial(run_local, shared=request.param)
-
-
 # --- our own algorithms ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize(("algorithm", "workers"), [*zip(OWN, (2, 3, 3), strict=True), (Algorithm.kTree, 5)])
-def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, workers: int, grads: Grads, run: Run) -> None:
-    job, build, script = beside(workers, algorithm=algorithm, grads=grads), building(), usual_loop(vectors(4))
-    result = run(job, build, script)
-    gateways = [
-        each for server in result.servers for each in server.hooks.extensions if isinstance(each, CollectiveServer)
-    ]
-    assert len(gateways) == len(result.servers) == workers
-    check(job, result, build, script)
-
-
-@pytest.mark.parametrize(("algorithm", "workers"), list(zip(OWN, (2, 3, 3), strict=True)))
-def test_the_bits_are_the_same_in_every_run_and_on_every_transport(
-    algorithm: Algorithm, workers: int, tmp_path: Path
-) -> None:
-    build, script = building(Transformer, adam), usual_loop(tokens(3))
-    results = []
-    for transport in (TransportChoice.kShm, TransportChoice.kTcp):
-        (tmp_path / transport.value).mkdir()
-        job = beside(workers, algorithm=algorithm, transport=transport)
-        results.append(run_hosted(job, build, script, tmp_path / transport.value))
-    results += [run_local(job, build, script, shared) for shared in (False, True)]
-    check(job, results[0], build, script)
-    assert all(other.same_bits(results[0]) for other in results)
-
-
-SCRIPTS = (*ALWAYS, clip_norm, edit, edit_between_backwards)
-
-
-@pytest.mark.parametrize(
-    ("script", "algorithm"), list(zip(SCRIPTS, cycle(OWN), strict=False)), ids=lambda f: getattr(f, "__name__", f)
-)
-def test_the_script_sees_and_changes_the_groups_gradients(algorithm: Algorithm, script: Any) -> None:
-    job = beside(algorithm=algorithm)
-    check(job, run_local(job, building(), script), building(), script)
-
-
-@pytest.mark.parametrize("script", [accumulate, alternating_parts, two_losses], ids=lambda f: f.__name__)
-def test_hidden_gradients_are_added_up_at_the_step(script: Any) -> None:
-    job = beside(algorithm=Algorithm.kRing, grads=Grads.kHidden)
-    assert run_local(job, building(), script).distance(plain(building(), script)) < 1e-5
 
 
 def weighted(t: Trainer) -> None:
@@ -138,21 +87,8 @@ def weighted(t: Trainer) -> None:
     usual_loop([batch for size in (7, 2, 11, 1) for batch in vectors(2, size)])(t)
 
 
-@pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize("algorithm", OWN)
-def test_unequal_batches_are_weighted(algorithm: Algorithm, grads: Grads) -> None:
-    job = beside(algorithm=algorithm, grads=grads)
-    check(job, run_local(job, building(), weighted), building(), weighted)
-
-
-@pytest.mark.parametrize("algorithm", OWN)
-def test_a_sum_is_not_divided(algorithm: Algorithm) -> None:
-    job, script = beside(algorithm=algorithm, reduce=Reduce.kSum), usual_loop(vectors(3, 7))
-    check(job, run_local(job, building(), script), building(), script)
-
-
 class Halves(nn.Module):
-    """Which half a share uses depends on its first sample; `never` is used by nobody."""
+    """Which half a share uses depends on its first sample; `never` is used by none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,42 +106,64 @@ def halves(t: Trainer) -> None:
         t.optimizer.step()
 
 
-@pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize("algorithm", OWN)
-def test_a_gradient_that_only_some_have_counts_as_zero_from_the_others(algorithm: Algorithm, grads: Grads) -> None:
-    job, build = beside(algorithm=algorithm, grads=grads), building(Halves, adam)
-    result = run_local(job, build, halves)
-    check(job, result, build, halves)
-    assert torch.equal(result.values["never.weight"], reference(job, build, lambda t: None).values["never.weight"])
+HIDDEN: dict[str, Any] = {"grads": Grads.kHidden}
+RING: dict[str, Any] = {"algorithm": Algorithm.kRing}
+WAYS: list[tuple[Any, dict[str, Any]]] = [
+    (usual_loop(vectors(4)), {}),
+    (usual_loop(vectors(4)), HIDDEN),
+    (usual_loop(vectors(5)), {**HIDDEN, "apply": Apply.kOnArrival}),
+    (usual_loop(vectors(3, 7)), {"reduce": Reduce.kSum}),
+    (weighted, {}),
+    (weighted, HIDDEN),
+    (halves, {}),
+    (halves, HIDDEN),
+]
 
 
-@pytest.mark.parametrize("algorithm", OWN)
-def test_buckets_are_applied_on_arrival(algorithm: Algorithm, run: Run) -> None:
-    job = beside(algorithm=algorithm, grads=Grads.kHidden, apply=Apply.kOnArrival)
-    check(job, run(job, building(), usual_loop(vectors(5))), building(), usual_loop(vectors(5)))
+@pytest.mark.parametrize(
+    ("algorithm", "way", "shared"), pairwise(OWN, range(len(WAYS)), [False, True]), ids=lambda each: str(each)
+)
+def test_a_job_computes_what_the_reference_does(algorithm: Algorithm, way: int, shared: bool) -> None:
+    """Shared: residents see each other's memory."""
+    script, changes = WAYS[way]
+    workers = {Algorithm.kNaive: 2, Algorithm.kRing: 3, Algorithm.kTree: 5}[algorithm] if way < 2 else 3
+    job = beside(workers, algorithm=algorithm, **changes)
+    build = building(Halves, adam) if script is halves else building()
+    result = run_local(job, build, script, shared)
+    gateways = [
+        each for server in result.servers for each in server.hooks.extensions if isinstance(each, CollectiveServer)
+    ]
+    assert len(gateways) == len(result.servers) == workers
+    check(job, result, build, script)
+    if script is halves:
+        begun = reference(job, build, lambda t: None)
+        assert torch.equal(result.values["never.weight"], begun.values["never.weight"])
 
 
-@pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize("setting", [{"algorithm": Algorithm.kRing}, {"engine": Engine.kGloo}], ids=["ring", "gloo"])
-def test_new_values_may_come_while_the_script_goes_on(setting: Any, grads: Grads, tmp_path: Path) -> None:
-    job = beside(pull="kLazy", grads=grads, **setting)
-    result = run_hosted(job, building(), usual_loop(vectors(5)), tmp_path)
-    assert result.distance(reference(job, building(), usual_loop(vectors(5)))) < NEAR
-
-
-def test_several_workers_in_a_unit_and_whole_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("algorithm", "workers"), list(zip(OWN, (2, 3, 3), strict=True)))
+def test_the_bits_are_the_same_in_every_run_and_on_every_transport(
+    algorithm: Algorithm, workers: int, tmp_path: Path
+) -> None:
     build, script = building(Transformer, adam), usual_loop(tokens(3))
-    pairs = {"nworkers_per_procs": 2, "nservers_per_procs": 2, "transport": TransportChoice.kTcp}
-    job = beside(4, algorithm=Algorithm.kTree, slicing=Slicing.kTensor, **pairs)
-    assert run_hosted(job, build, script, tmp_path).distance(reference(job, build, script)) < NEAR
+    results = []
+    for transport in (TransportChoice.kShm, TransportChoice.kTcp):
+        (tmp_path / transport.value).mkdir()
+        job = beside(workers, algorithm=algorithm, transport=transport)
+        results.append(run_hosted(job, build, script, tmp_path / transport.value))
+    results.append(run_local(job, build, script))
+    check(job, results[0], build, script)
+    assert all(other.same_bits(results[0]) for other in results)
 
 
-@pytest.mark.parametrize("grads", Grads)
-def test_the_servers_clip_the_global_norm(grads: Grads) -> None:
-    clipping = Updater(clip_norm=0.05)
-    job = beside(algorithm=Algorithm.kRing, grads=grads, updater=clipping)
-    result = run_local(job, building(), usual_loop(vectors(8)))
-    assert result.distance(plain(building(), clip_norm)) < 1e-5
+SCRIPTS = (*ALWAYS, clip_norm, edit, edit_between_backwards)
+
+
+@pytest.mark.parametrize(
+    ("script", "algorithm"), list(zip(SCRIPTS, cycle(OWN), strict=False)), ids=lambda f: getattr(f, "__name__", f)
+)
+def test_the_script_sees_and_changes_the_groups_gradients(algorithm: Algorithm, script: Any) -> None:
+    job = beside(algorithm=algorithm)
+    check(job, run_local(job, building(), script), building(), script)
 
 
 def one_overflow(t: Trainer) -> None:
@@ -219,14 +177,33 @@ def one_overflow(t: Trainer) -> None:
         t.backward([scaler.scale(loss) for loss in losses])
         scaler.step(t.optimizer)
         scaler.update()
-    t.model.scale = scaler.get_scale()
+    assert scaler.get_scale() == 2.0**9
 
 
-@pytest.mark.parametrize("algorithm", OWN)
-def test_a_grad_scaler_leaves_out_an_overflow(algorithm: Algorithm) -> None:
-    result = run_local(beside(algorithm=algorithm), building(), one_overflow)
-    assert result.distance(plain(building(), one_overflow)) < 1e-5
-    assert {worker.model.scale for worker in result.workers} == {2.0**9}
+@pytest.mark.parametrize(
+    ("changes", "script", "expected"),
+    [
+        ({"algorithm": Algorithm.kNaive}, one_overflow, one_overflow),
+        ({"algorithm": Algorithm.kTree}, one_overflow, one_overflow),
+        # Hidden gradients are added up at the step.
+        *(
+            ({"algorithm": Algorithm.kRing, **HIDDEN}, each, each)
+            for each in (accumulate, alternating_parts, two_losses)
+        ),
+        # The servers clip the global norm.
+        *((RING | {"grads": grads, "updater": Updater(clip_norm=0.05)}, USUAL, clip_norm) for grads in Grads),
+    ],
+    ids=str,
+)
+def test_a_job_computes_what_the_plain_script_does(changes: Any, script: Any, expected: Any) -> None:
+    assert run_local(beside(**changes), building(), script).distance(plain(building(), expected)) < 1e-5
+
+
+def test_several_workers_in_a_unit_and_whole_tensors(tmp_path: Path) -> None:
+    build, script = building(Transformer, adam), usual_loop(tokens(3))
+    pairs = {"nworkers_per_procs": 2, "nservers_per_procs": 2, "transport": TransportChoice.kTcp}
+    job = beside(4, algorithm=Algorithm.kTree, slicing=Slicing.kTensor, **pairs)
+    assert run_hosted(job, build, script, tmp_path).distance(reference(job, build, script)) < NEAR
 
 
 @pytest.mark.parametrize("grads", Grads)
@@ -275,45 +252,43 @@ DISAGREE = [
     [*DISAGREE, (ends_early, JobError, "worker 1 ended its script after 2 steps")],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-@pytest.mark.parametrize("algorithm", [Algorithm.kNaive, Algorithm.kTree])
-def test_workers_that_disagree_are_named(algorithm: Algorithm, script: Any, kind: type, words: str) -> None:
+def test_workers_that_disagree_are_named(script: Any, kind: type, words: str) -> None:
     with pytest.raises(kind, match=words):
-        run_local(beside(2, algorithm=algorithm), building(), script)
+        run_local(beside(2, algorithm=Algorithm.kTree), building(), script)
 
 
 # --- Gloo --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("grads", Grads)
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("transport", [TransportChoice.kShm, TransportChoice.kTcp])
-def test_gloo_computes_what_the_reference_does(
-    workers: int, grads: Grads, transport: TransportChoice, tmp_path: Path
-) -> None:
-    job, build, script = gloo(workers, grads=grads, transport=transport), building(Halves, adam), halves
+@pytest.mark.parametrize(
+    ("changes", "script"),
+    [
+        ({"transport": TransportChoice.kShm}, halves),
+        ({"transport": TransportChoice.kTcp, "workers": 3, **HIDDEN}, halves),
+        # New values may come while the script goes on.
+        ({"transport": TransportChoice.kTcp, "pull": "kLazy"}, halves),
+        ({"pull": "kLazy", **HIDDEN}, halves),
+        ({"reduce": Reduce.kSum}, weighted),
+        ({"workers": 3, **HIDDEN}, weighted),
+        *(({"workers": 3}, each) for each in (accumulate, alternating_parts, clip_norm, edit, weighted)),
+    ],
+    ids=str,
+)
+def test_gloo_computes_what_the_reference_does(changes: dict[str, Any], script: Any, tmp_path: Path) -> None:
+    job, build = gloo(**changes), building(Halves, adam) if script is halves else building()
     result = run_hosted(job, build, script, tmp_path)
     assert all(isinstance(handle.worker.client.gradients, TorchReduction) for handle in result.workers)
     assert result.distance(reference(job, build, script)) < NEAR
 
 
-@pytest.mark.parametrize("script", [accumulate, alternating_parts, clip_norm, edit, weighted], ids=lambda f: f.__name__)
-def test_the_script_sees_and_changes_what_gloo_added_up(script: Any, tmp_path: Path) -> None:
-    job = gloo(3)
-    assert run_hosted(job, building(), script, tmp_path).distance(reference(job, building(), script)) < NEAR
+def test_gloo_leaves_out_an_overflow(tmp_path: Path) -> None:
+    found = run_hosted(gloo(), building(), one_overflow, tmp_path)
+    assert found.distance(plain(building(), one_overflow)) < 1e-5
 
 
-def test_gloo_leaves_out_an_overflow_and_adds_without_dividing(tmp_path: Path) -> None:
-    for number, (changes, script) in enumerate([({}, one_overflow), ({"reduce": Reduce.kSum}, weighted)]):
-        (tmp_path / str(number)).mkdir()
-        job = gloo(**changes)
-        result = run_hosted(job, building(), script, tmp_path / str(number))
-        expected = plain(building(), script) if script is one_overflow else reference(job, building(), script)
-        assert result.distance(expected) < 1e-5
-
-
-def test_hidden_gradients_are_weighted_by_gloo(tmp_path: Path) -> None:
-    job = gloo(3, grads=Grads.kHidden)
-    assert run_hosted(job, building(), weighted, tmp_path).distance(reference(job, building(), weighted)) < NEAR
+def test_with_our_own_algorithm_new_values_may_come_while_the_script_goes_on(tmp_path: Path) -> None:
+    job = beside(pull="kLazy", algorithm=Algorithm.kRing)
+    assert run_hosted(job, building(), USUAL, tmp_path).distance(reference(job, building(), USUAL)) < NEAR
 
 
 @pytest.mark.parametrize(("script", "kind", "words"), DISAGREE, ids=lambda x: getattr(x, "__name__", ""))

@@ -7,7 +7,7 @@ import torch
 from fault_schedule import Fault
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
 from seeded_runs import LAYOUTS
-from seeds import seeds
+from seeds import SOAK, seeds
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage, StepMade
@@ -57,19 +57,19 @@ def recorded(name: str, seed: int, **more: object) -> tuple[DecisionFile, FloatT
 
 @pytest.mark.parametrize("name", [*STEPPING, *ISLANDS])
 def test_a_replay_under_another_network_has_the_same_bits(name: str) -> None:
-    others = 0
-    for seed in seeds(6):
-        lease = seed % 3 > 0
+    others, few = 0, seeds(6)[: 6 if SOAK else 2]
+    for seed in few:
+        lease = seed % 2 > 0
         record, trial = recorded(name, seed, lease=lease)
         replayed = run(name, seed + 101, Replayer(record), lease=lease)
         assert same_bits(trial.final, replayed.final), f"seed {seed}"
         # Without the replay the network of the other seed leads to other bits.
         others += not same_bits(trial.final, run(name, seed + 101, lease=lease).final)
     ordered = name in ("islands in step", "islands that wait", "outer optimizer")
-    assert others >= (0 if ordered else len(seeds(6)) // 2), others
+    assert others >= (0 if ordered else len(few) // 2), others
 
 
-@pytest.mark.parametrize("name", ["downpour", "downpour on three shards", "hogwild", "quorum", "islands of a quorum"])
+@pytest.mark.parametrize("name", ["downpour on three shards", "hogwild", "quorum", "islands of a quorum"])
 def test_a_worker_that_was_killed_is_killed_again(name: str) -> None:
     deaths = others = 0
     for seed in seeds(6):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import run_local
-from test_same_bits import job
+from island_jobs import job
 from torch import nn
 
 from topotrain.config.job import Cluster, Job, Reduce, Shard

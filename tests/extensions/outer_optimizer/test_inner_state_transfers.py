@@ -10,12 +10,16 @@ import pytest
 import torch
 from reports import FunctionSender
 from test_round_windows import HandTimer
+from torch import nn
+from torch.nn import functional as F
 
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client_context import ServerChannel
+from topotrain.core.events import Notice, StateTaken
 from topotrain.core.protocol import Message, ProtocolError
 from topotrain.extensions.inner_state import inner_state_client
+from topotrain.extensions.inner_state.inner_state import InnerState, StateOfOthers
 from topotrain.extensions.inner_state.inner_state_client import InnerStateClient, part_memory
 from topotrain.extensions.inner_state.inner_state_messages import DonorSilent, InnerStatePart, InnerStateRequest
 from topotrain.extensions.inner_state.inner_state_transfers import PATIENCE_S, InnerStateTransfers
@@ -92,6 +96,11 @@ class Wire:
             each.ask()
         return asking
 
+    def assert_has(self, asking: InnerStateClient, group: int) -> None:
+        """A client has got the state of this group."""
+        found = asking.answer()
+        assert found is not None and torch.equal(found, state_of(group))
+
     def ring(self, number: int = 0) -> None:
         """One of the messages comes that the coordinator has asked for."""
         _, message = self.timer.asked.pop(number)
@@ -111,7 +120,7 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_group_that_comes_back_gets_the_state_of_the_first_living_one() -> None:
     wire = Wire()
     (asking,) = wire.ask(0)
-    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+    wire.assert_has(asking, 1)
     wire.drain()
     assert [wire.sources[group].copies for group in range(3)] == [0, 1, 0]
 
@@ -139,7 +148,8 @@ def test_all_workers_of_a_group_get_one_state() -> None:
     for each in others:
         each.ask()
     wire.drain()
-    assert all(torch.equal(each.answer(), state_of(0)) for each in (first, *others))  # type: ignore[arg-type]
+    for each in (first, *others):
+        wire.assert_has(each, 0)
     assert wire.sources[0].copies == 1
 
 
@@ -148,7 +158,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
     (asking,) = wire.ask(1)
     while wire.sent:
         wire.deliver(times=2)
-    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+    wire.assert_has(asking, 0)
 
 
 @pytest.mark.parametrize("delivered", range(2, 12))
@@ -166,7 +176,7 @@ def test_a_donor_that_dies_in_between_is_replaced(delivered: int) -> None:
         wire.sent.remove(lost)
     wire.ring_at_once()
     wire.drain()
-    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+    wire.assert_has(asking, 1)
 
 
 def test_a_donor_that_stands_still_is_left_out() -> None:
@@ -178,7 +188,7 @@ def test_a_donor_that_stands_still_is_left_out() -> None:
     assert at == PATIENCE_S and isinstance(message, DonorSilent)
     wire.ring()
     wire.drain()
-    assert torch.equal(asking.answer(), state_of(1))  # type: ignore[arg-type]
+    wire.assert_has(asking, 1)
 
 
 def test_a_donor_that_sends_is_waited_for() -> None:
@@ -189,7 +199,7 @@ def test_a_donor_that_sends_is_waited_for() -> None:
     wire.ring()
     assert len(wire.timer.asked) == 1, "looked at again later"
     wire.drain()
-    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+    wire.assert_has(asking, 0)
 
 
 def test_without_a_living_donor_there_is_no_state() -> None:
@@ -207,7 +217,7 @@ def test_of_groups_that_ask_at_once_none_waits_for_ever() -> None:
     first, *others = (client for group in (0, 1, 2) for client in wire.ask(group))
     wire.drain()
     assert [each.answer() for each in others] == [None] * 2
-    assert torch.equal(first.answer(), state_of(2))  # type: ignore[arg-type]
+    wire.assert_has(first, 2)
 
 
 def test_a_group_that_dies_while_it_asks_leaves_no_copy() -> None:
@@ -224,7 +234,7 @@ def test_a_group_that_dies_while_it_asks_leaves_no_copy() -> None:
     donor = wire.clients[Address(Role.WORKER, 0, 0)]
     assert donor.copies_held == 0
     (asking,) = wire.ask(2)
-    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+    wire.assert_has(asking, 0)
     assert wire.sources[0].copies == 2 and donor.copies_held == 0
 
 
@@ -240,7 +250,7 @@ def test_a_second_copy_of_the_coordinator_goes_on(delivered: int) -> None:
     wire.timer.asked.clear()
     other.on_timer()
     wire.drain()
-    assert torch.equal(asking.answer(), state_of(0))  # type: ignore[arg-type]
+    wire.assert_has(asking, 0)
 
 
 def test_parts_of_impossible_sizes_are_refused() -> None:
@@ -252,3 +262,110 @@ def test_parts_of_impossible_sizes_are_refused() -> None:
         with pytest.raises(ProtocolError):
             part_memory(who, InnerStatePart(0, 1, part, parts, nbytes))
     assert not InnerStateRequest(0, 0, -2).is_valid() and InnerStateRequest(0, 1, -1).is_valid()
+
+
+# --- the state as bytes, and what a worker that comes back does with it ----------------------------------------------
+
+
+def trained(
+    make: Any = torch.optim.AdamW, steps: int = 3, width: int = 5, seed: int = 0
+) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(width, 2)
+    optimizer: torch.optim.Optimizer = make(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    F.cross_entropy(model(torch.ones(4, model.in_features)), torch.zeros(4, dtype=torch.long)).backward()
+    optimizer.step()
+
+
+MAKERS = (
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adafactor,
+    lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9),
+)
+
+
+def copy_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    copied = InnerState(optimizer).copy()
+    assert copied is not None
+    return copied
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_an_optimizer_with_the_state_of_another_makes_the_same_steps(make: Any) -> None:
+    model, optimizer = trained(make)
+    other, fresh = trained(make, steps=0, seed=1)
+    other.load_state_dict(model.state_dict())
+    assert InnerState(fresh).take(copy_of(optimizer)) == ""
+    for _ in range(3):
+        step(model, optimizer)
+        step(other, fresh)
+    assert torch.equal(model.weight, other.weight) and torch.equal(model.bias, other.bias)
+
+
+def test_a_copy_is_of_its_moment_and_without_the_rate_of_the_other_worker() -> None:
+    model, optimizer = trained(steps=1)
+    copied, before = copy_of(optimizer), optimizer.state[model.weight]["exp_avg"].clone()
+    step(model, optimizer)
+    other, fresh = trained(steps=0)
+    fresh.param_groups[0]["lr"] = 0.25
+    assert InnerState(fresh).take(copied) == "" and fresh.param_groups[0]["lr"] == 0.25
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], before)
+    assert float(fresh.state[other.weight]["step"]) == 1
+
+
+def test_what_is_no_state_of_this_optimizer_is_left() -> None:
+    _, own = trained(steps=0)
+    copied = copy_of(trained()[1])
+    assert "other parameters" in InnerState(own).take(copy_of(trained(width=6)[1])) and not own.state
+    for cut in (0, 7, 100, -1):
+        assert "cannot be read" in InnerState(own).take(copied[:cut]) and not own.state
+
+
+def test_a_state_that_is_no_plain_data_is_not_given() -> None:
+    model, optimizer = trained()
+    optimizer.state[model.weight]["object"] = object()
+    assert InnerState(optimizer).copy() is None
+
+
+class Asked:
+    """A client with this answer."""
+
+    def __init__(self, state: torch.Tensor | None) -> None:
+        self.state, self.asked, self.answered = state, 0, 0
+
+    def ask(self) -> None:
+        self.asked += 1
+
+    def answer(self) -> torch.Tensor | None:
+        self.answered += 1
+        return self.state
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_worker_that_comes_back_takes_the_state_before_its_first_step(living: bool) -> None:
+    events: list[Any] = []
+    superseded: list[str] = []
+    here = SimpleNamespace(me="worker 1/0", emit=events.append, supersede=superseded.append)
+    client = Asked(copy_of(trained()[1]) if living else None)
+    _, own = trained(steps=0)
+    taking = StateOfOthers(here, "inner", InnerState(own), client)  # type: ignore[arg-type]
+    assert client.asked == 1 and not client.answered, "it asks when it starts, and waits before its first step"
+    for _ in range(3):
+        taking.before_step()
+    assert client.answered == 1
+    if living:
+        assert superseded == ["inner"] and len(own.state) == 2
+        assert events == [StateTaken("worker 1/0", True)]
+    else:
+        assert not superseded and not own.state
+        told, notice = events
+        assert told == StateTaken("worker 1/0", False)
+        assert isinstance(notice, Notice) and "no other worker group could give its own" in notice.text

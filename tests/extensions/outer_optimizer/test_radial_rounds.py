@@ -1,35 +1,34 @@
-"""Jobs that merge by radial-directional averages: the bits of plain PyTorch, over servers, transports and deaths."""
+"""Radial-directional averages on servers: which tensors have them, second copies, and which groups a round has."""
 
-import copy
 import math
+import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process_job import Result, Transformer, cross_entropy, mlp, run_hosted, run_local, tokens, vectors
+from faulty_cluster import SimWorker
+from in_process_job import Transformer
+from island_jobs import OUTER, merged
 from replicated_cluster import ReplicatedCluster, flats_of
+from replicated_deaths import CrashableCluster
 from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
-from test_same_bits import OUTER, Batches, adamw, assert_same_bits, building, job, script
 from torch import nn
 
 from topotrain.config.job import (
-    Compression,
     ConfigError,
     Merge,
     Reduce,
-    Slicing,
-    TransportChoice,
-    UpdaterType,
-    Weigh,
 )
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
+from topotrain.core.client.client import StepOutcome
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
@@ -39,154 +38,6 @@ from topotrain.extensions.outer_optimizer.radial.radial_products import RadialTe
 from topotrain.extensions.outer_optimizer.radial.radial_rounds import RadialRounds
 from topotrain.extensions.outer_optimizer.round_history import RoundHistory
 from topotrain.launch.runtime.server_composition import make_server
-
-
-def radial(groups: int = 3, sync_freq: int = 4, **cluster: Any) -> Any:
-    return job(groups, sync_freq, merge=Merge.kRadial, **cluster)
-
-
-def broad() -> nn.Module:
-    return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 5))
-
-
-def merged(differences: list[torch.Tensor]) -> torch.Tensor:
-    """The average of tensors with equal weights, in the steps of the servers."""
-    flat, share = [each.reshape(-1) for each in differences], 1 / len(differences)
-    lengths = [math.sqrt(float((each.double() * each.double()).sum())) for each in flat]
-    factors = [share / length for length in lengths]
-    direction = flat[0] * factors[0]
-    for each, factor in zip(flat[1:], factors[1:], strict=True):
-        direction = direction + each * factor
-    scale = math.fsum(lengths) / len(lengths) / math.sqrt(float((direction.double() * direction.double()).sum()))
-    found = flat[0] * (factors[0] * scale)
-    for each, factor in zip(flat[1:], factors[1:], strict=True):
-        found = found + each * (factor * scale)
-    return found.view_as(differences[0])
-
-
-def expected(batches: Batches, groups: int, sync_freq: int, build: Any = mlp) -> dict[str, torch.Tensor]:
-    """The job in one process of plain PyTorch."""
-    torch.manual_seed(1)
-    agreed = build()
-    outer = OUTER["nesterov"][1](agreed.parameters())
-    islands = [copy.deepcopy(agreed) for _ in range(groups)]
-    inner = [adamw(island.parameters()) for island in islands]
-    by_mean = {id(p) for p in agreed.parameters() if p.dim() < 2} | set(map(id, embeddings_of(agreed)))
-    parts = [batches[group::groups] for group in range(groups)]
-    for first in range(0, len(parts[0]), sync_freq):
-        for island, optimizer, mine in zip(islands, inner, parts, strict=True):
-            for batch in mine[first : first + sync_freq]:
-                optimizer.zero_grad()
-                cross_entropy(island, *batch).backward()
-                optimizer.step()
-        with torch.no_grad():
-            for p, *own in zip(agreed.parameters(), *(i.parameters() for i in islands), strict=True):
-                found = [p - each for each in own]
-                last = first + sync_freq > len(parts[0])
-                p.grad = sum(found[1:], found[0]) / groups if last or id(p) in by_mean else merged(found)
-                if last:
-                    p.sub_(p.grad)
-            if not last:
-                outer.step()
-            for p, *own in zip(agreed.parameters(), *(i.parameters() for i in islands), strict=True):
-                for each in own:
-                    each.copy_(p)
-    return {name: value.detach() for name, value in agreed.named_parameters()}
-
-
-def assert_near(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("cluster", [{}, {"weigh": Weigh.kEqual}], ids=str)
-@pytest.mark.parametrize("groups", [2, 3])
-def test_a_job_has_the_bits_of_plain_pytorch(groups: int, cluster: dict[str, Any]) -> None:
-    batches = vectors(groups * 13)
-    wanted = expected(batches, groups, 4)
-    found = run_local(radial(groups, **cluster), building(mlp, adamw), script(batches, groups)).values
-    assert_same_bits(found, wanted)
-    by_mean = run_local(job(groups, **cluster), building(mlp, adamw), script(batches, groups)).values
-    assert not torch.allclose(by_mean["0.weight"], wanted["0.weight"], atol=1e-4), "merging makes no difference"
-
-
-def test_embeddings_are_merged_by_their_mean() -> None:
-    """Also where one is the output layer, too."""
-    batches = tokens(2 * 7)
-    found = run_local(radial(2, 3), building(Transformer, adamw), script(batches, 2)).values
-    assert_same_bits(found, expected(batches, 2, 3, Transformer))
-
-
-def test_float64() -> None:
-    batches = [(x.double(), y) for x, y in vectors(2 * 9)]
-
-    def model() -> nn.Module:
-        return mlp().double()
-
-    found = run_local(radial(2, 3), building(model, adamw), script(batches, 2)).values
-    for name, value in expected(batches, 2, 3, model).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12)
-
-
-DIVIDED = {"nservers_per_group": 3}
-"""Servers that divide the tensors of the model among them."""
-
-
-@cache
-def divided_job() -> Result:
-    return run_local(radial(**DIVIDED), building(mlp, adamw), script(vectors(3 * 13), 3))
-
-
-def test_a_tensor_on_several_servers_is_merged_as_a_whole() -> None:
-    assert_near(divided_job().values, expected(vectors(3 * 13), 3, 4))
-
-
-def test_servers_that_merged_their_parts_alone_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RadialTensors, "divided", lambda self, fragment: {})
-    alone = run_local(radial(**DIVIDED), building(mlp, adamw), script(vectors(3 * 13), 3)).values
-    assert not torch.allclose(alone["0.weight"], expected(vectors(3 * 13), 3, 4)["0.weight"], atol=1e-4)
-
-
-@pytest.mark.parametrize("slicing", [Slicing.kElement, Slicing.kTensor])
-def test_neither_slices_nor_whole_tensors_matter(slicing: Slicing) -> None:
-    """A tensor in one bucket, in several of one server, and in several of two servers."""
-    batches = vectors(3 * 9)
-    large, small = (
-        run_local(
-            radial(nservers_per_group=2, slicing=slicing, slice_bytes=size), building(broad, adamw), script(batches, 3)
-        )
-        for size in (0, 4096)
-    )
-    assert_near(large.values, expected(batches, 3, 4, broad))
-    assert_same_bits(small.values, large.values)
-    buckets = [[len(server.model.buckets) for server in found.servers] for found in (large, small)]
-    assert buckets[0] == [1, 1] and max(buckets[1]) > 2
-
-
-def test_neither_the_transport_nor_the_order_of_arrival_changes_a_bit(tmp_path: Path) -> None:
-    made = radial(transport=TransportChoice.kTcp, **DIVIDED)
-    found = run_hosted(made, building(mlp, adamw), script(vectors(3 * 13), 3), tmp_path)
-    assert_same_bits(found.values, divided_job().values)
-
-
-def test_of_one_worker_the_difference_is_taken_as_it_is() -> None:
-    batches = vectors(9)
-    mean, found = (
-        run_local(made, building(mlp, adamw), script(batches, 1)).values for made in (job(1), radial(1, **DIVIDED))
-    )
-    assert_same_bits(found, mean)
-
-
-@pytest.mark.parametrize("compression", [Compression.kNone, Compression.kInt8])
-def test_fragments_and_overlap(compression: Compression) -> None:
-    """Each fragment has tensors of its own, and servers that divide them."""
-    batches, cluster = vectors(3 * 24), {"fragments": 2, "sync_freq": 4, "overlap": 1, "compression": compression}
-    one = run_local(radial(**cluster), building(mlp, adamw), script(batches, 3))
-    many = run_local(radial(**cluster, **DIVIDED), building(mlp, adamw), script(batches, 3))
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if compression is Compression.kNone else {"rtol": 0, "atol": 0.01}
-    for name, value in one.values.items():
-        torch.testing.assert_close(many.values[name], value, **tolerance)
-
 
 # --- marks -----------------------------------------------------------------------------------------------------------
 
@@ -238,9 +89,9 @@ class RadialCluster(ReplicatedCluster):
         return described(slice_map, partial(DelayedNesterov, lr=0.5, delay=3)), slice_map
 
 
+@cache
 def play(kill: tuple[int, int] | None = None) -> RadialCluster:
-    outer = replace(OUTER["nesterov"][0], type=UpdaterType.kDelayedNesterov, delay=3)
-    made = scripted_job(3, 1, 2, outer=outer, merge=Merge.kRadial, reduce=Reduce.kMean)
+    made = scripted_job(3, 1, 2, outer=OUTER["delay 3"][0], merge=Merge.kRadial, reduce=Reduce.kMean)
 
     def train(worker: ScriptedWorker) -> None:
         worker.open(start=1.0)
@@ -256,26 +107,16 @@ def play(kill: tuple[int, int] | None = None) -> RadialCluster:
     return cluster
 
 
-@cache
-def calm() -> RadialCluster:
-    return play()
-
-
-def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
 @pytest.mark.simulated
 @pytest.mark.parametrize("process", [0, 1])
 def test_a_second_copy_makes_the_same_updates(process: int) -> None:
     deaths = 0
-    for moment in every(5, calm().ticks[process] + 1, 17):
+    for moment in every(5, play().ticks[process] + 1, 17):
         cluster = play((process, moment))
         deaths += cluster.deaths
-        assert equal(cluster.values(), calm().values()), moment
+        assert all(map(torch.equal, cluster.values(), play().values())), moment
         for index in range(2):
-            first, second = map(flats_of, cluster.copies(index))
-            assert equal(first, second), moment
+            assert all(map(torch.equal, *map(flats_of, cluster.copies(index)))), moment
     assert deaths
 
 
@@ -291,7 +132,7 @@ def test_the_updates_of_scripted_workers_are_those_of_plain_pytorch() -> None:
     with torch.no_grad():
         for index, value in enumerate((flat, wide)):
             value -= sum(drawn(group, ROUNDS)[index] for group in range(3)).view_as(value) / 3
-    cluster, wanted = calm(), {0: flat.detach(), 1: wide.detach()}
+    cluster, wanted = play(), {0: flat.detach(), 1: wide.detach()}
     for segment in cluster.map.segments:
         found = cluster.speaking(segment.shard).state.known.flats.segment("values", segment)
         part = wanted[segment.parameter][segment.start : segment.start + segment.hi - segment.lo]
@@ -318,7 +159,7 @@ def test_a_reset_tells_steps_of_one_number_apart() -> None:
 
 
 def test_too_many_servers_and_groups_for_one_message() -> None:
-    cluster = calm()
+    cluster = play()
     model = cluster.speaking(0).state.known
     assert RadialTensors(model, 600).divided(0) == {0: [1], 1: [1]}
     with pytest.raises(ConfigError, match=r"cluster\.merge = .*kMean where 2 servers divide .* 5000 worker groups"):
@@ -382,3 +223,93 @@ def test_votes_have_products_only_where_they_are_needed(merge: Merge) -> None:
     # Of each group the pairs (start, step) of all, and one product with each.
     wanted = GROUPS * 16 + GROUPS * 8 if merge is Merge.kRadial else 0
     assert votes and {len(vote.measured) for *_, vote in votes if isinstance(vote, m.StepVote)} == {wanted}
+
+
+# --- groups and servers die: every shard merges the same groups, with the same factors -------------------------------
+
+ISLANDS, BATCHES = 3, 80
+COMMON = 127
+"""A cell of each batch, and one that all have in common, in a tensor that two servers divide.
+
+So the lengths of gradients are sqrt(2), their inner products are 1, and the average of k of them has the number
+sqrt(2 / (k + k * k)) in each cell of one, whichever server has the cell.
+"""
+TENSOR = (Parameter("cells", (128,), (1,), "float32", True),)
+
+
+class Ledger(CrashableCluster):
+    """A cluster with second copies of servers that merge radially."""
+
+    def _plan(self) -> tuple[Schema, SliceMap]:
+        tensors = [nn.Parameter(torch.zeros(p.shape)) for p in TENSOR]
+        made = torch.optim.SGD([{"params": tensors, MERGE: "kRadial"}], lr=1.0)
+        slice_map = cut(TENSOR, self.topology.shards, 1)
+        text = replace(describe(made, tensors), outer=True).to_text()
+        return Schema(TENSOR, (), text, slice_map.digest), slice_map
+
+    def script(self, worker: SimWorker) -> None:
+        step = worker.step
+
+        def with_common_cell(gradient: Sequence[torch.Tensor], **more: Any) -> StepOutcome:
+            for part in gradient:
+                part[COMMON] = -1.0
+            return step(gradient, **more)
+
+        worker.step = with_common_cell  # type: ignore[method-assign]
+        super().script(worker)
+
+    def wrong(self) -> list[str]:
+        """What should not be. The cells of a round of k groups are there k at a time."""
+        found = [each for each in super().wrong() if not each.startswith("cell ")]
+        cells = [float(value) for value in self.final[0][:BATCHES]] if self.final else []
+        # With a quorum the rate of a round is its share of the groups that take part. No two of these are near.
+        wanted = {
+            math.sqrt(2 / (k + k * k)) * k / (of if self.job.cluster.quorum else k): k
+            for k in range(1, ISLANDS + 1)
+            for of in range(k, ISLANDS + 1)
+        }
+        rounds = Counter[int]()
+        for cell, count in Counter(cells).items():
+            near = min(wanted, key=lambda value, cell=cell: abs(value - cell))  # type: ignore[misc]
+            if math.isclose(cell, near, rel_tol=1e-5):
+                rounds[wanted[near]] += count
+            else:
+                found.append(f"{count} cells have {cell}, as no round has")
+        found += [f"{count} cells of rounds of {size}" for size, count in rounds.items() if count % max(size, 1)]
+        self.sizes = set(rounds)
+        return found
+
+
+def place(quorum: int, seed: int, kill: tuple[int, int] | None = None, falls: tuple = ()) -> Ledger:
+    outer = {"outer": OUTER["mean"][0], "merge": Merge.kRadial, "quorum": quorum, "reduce": Reduce.kMean}
+    return Ledger(scripted_job(ISLANDS, 1, 2, **outer), seed, BATCHES, kill, falls=falls)
+
+
+@cache
+def calm(quorum: int) -> tuple[dict[int, int], float]:
+    cluster = place(quorum, 0).run()
+    assert not cluster.wrong()
+    return dict(cluster.ticks), cluster.sim.now
+
+
+def mortal(quorum: int, seed: int) -> Ledger:
+    rng, (moments, end) = random.Random(f"{quorum} {seed}"), calm(quorum)
+    server = rng.randrange(2)
+    kill = (server, rng.randint(1, moments[server])) if rng.random() < 0.7 else None
+    falls = [
+        (rng.uniform(0, end), rng.randrange(ISLANDS), rng.choice((0.0, 0.003, 0.05))) for _ in range(rng.randint(1, 4))
+    ]
+    return place(quorum, seed, kill, tuple(falls))
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("quorum", [0, 2])
+def test_every_batch_is_in_a_round_that_all_shards_merge_alike(quorum: int) -> None:
+    deaths, sizes = 0, set()
+    for seed in seeds(5):
+        cluster = mortal(quorum, seed).run()
+        assert not cluster.wrong(), f"seed {seed}: {cluster.wrong()[:5]}"
+        deaths += cluster.deaths + cluster.worker_deaths
+        sizes |= cluster.sizes
+    assert deaths > len(seeds(5))
+    assert sizes >= {2, 3 - quorum // 2}

@@ -1,13 +1,16 @@
 """Rounds with a quorum stay open for more workers, and no worker is held up for it."""
 
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from faulty_network import SimClock
+from hypothesis import given
+from hypothesis import strategies as st
+from island_jobs import OUTER
 from reports import FunctionSender
 from simulation import ScriptedCluster, ScriptedWorker, job
-from test_same_bits import OUTER
 
 from topotrain.config.job import Cluster
 from topotrain.config.topology import Address, Role, layout
@@ -17,6 +20,7 @@ from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import TimerHost
 from topotrain.core.transport_contract import MessageSender
 from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
+from topotrain.extensions.outer_optimizer.grace.grace_window import GraceWindow, has_windows
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime, WindowOver
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
@@ -41,113 +45,103 @@ class HandTimer(TimerHost):
 
 
 class Coordinator:
-    """Windows on a server of a test. Groups 0 and 1 push every 10 s, and group 2 every 4 s."""
+    """Windows on a server of a test, at 20 s. Groups 0 and 1 push every 10 s, and group 2 every 4 s."""
 
-    def __init__(self, timer: HandTimer | None = None) -> None:
-        self.timer, self.decided = timer or HandTimer(), 0
+    def __init__(self, at: float = 20.0) -> None:
+        self.timer, self.decided = HandTimer(), 0
         server = SimpleNamespace(timer=self.timer, decisions=SimpleNamespace(decide=self.decide))
         cluster = Cluster(nworker_groups=4, server_worker_separate=True, outer=OUTER["mean"][0], quorum=2, slack=0.5)
         self.windows = RoundWindows(server, cluster)  # type: ignore[arg-type]
         for step, times in enumerate(((0.0, 0.0, 6.0), (10.0, 10.0, 10.0))):
-            for group, at in enumerate(times):
-                self.timer.time = at
-                self.over({0: [(group, step)]}, all_here=True)
+            for group, pushed in enumerate(times):
+                self.timer.time = pushed
+                self.over((group, step), all_here=True)
         self.timer.asked.clear()
+        self.timer.time = at
 
     def decide(self) -> None:
         self.decided += 1
 
-    def over(self, rounds: dict[int, list[tuple[int, int]]], all_here: bool = False) -> list[int]:
+    def over(self, *steps: tuple[int, int], all_here: bool = False) -> bool:
+        """Whether the round of fragment 0 is over, of these pushes."""
+        return 0 in self.of({0: list(steps)}, all_here)
+
+    def of(self, rounds: dict[int, list[tuple[int, int]]], all_here: bool = False) -> list[int]:
         """The fragments of the rounds that are over, of these."""
         pushed = [step for steps in rounds.values() for step in steps]
         return list(self.windows.over(pushed, {f: s for f, s in rounds.items() if len(s) > 1 or all_here}, all_here))
 
+    def ring(self, message: Any) -> bool:
+        """A message comes that the coordinator has asked for; return whether it looks at the rounds then."""
+        before = self.decided
+        self.windows.handle(WORKER, message)
+        return self.decided > before
+
+
+FIRST, SECOND, THIRD = (0, 2), (1, 2), (2, 2)
+
 
 def test_a_round_with_its_quorum_is_over_when_its_window_is() -> None:
     found = Coordinator()
-    found.timer.time = 20.0
-    assert found.over({0: [(0, 2)]}) == [] and not found.timer.asked, "there is no quorum yet"
+    assert not found.over(FIRST) and not found.timer.asked, "there is no quorum yet"
     found.timer.time = 21.0
-    assert found.over({0: [(0, 2), (1, 2)]}) == []
+    assert not found.over(FIRST, SECOND)
     ((at, message),) = found.timer.asked
     assert at == pytest.approx(21.0 + 0.5 * 9.0)  # group 0 pushes again at 30
-    found.windows.handle(WORKER, WindowOver(0, message.number + 1))
-    assert not found.decided and found.over({0: [(0, 2), (1, 2)]}) == [], "of another window"
-    found.windows.handle(WORKER, message)
-    assert found.decided == 1
-    assert found.over({0: [(0, 2), (1, 2)]}) == [0]
-    found.windows.handle(WORKER, message)
-    assert found.decided == 1, "told twice"
+    assert not found.ring(WindowOver(0, message.number + 1)) and not found.over(FIRST, SECOND), "of another window"
+    assert found.ring(message) and found.over(FIRST, SECOND)
+    assert not found.ring(message), "told twice"
 
 
 def test_a_round_of_all_is_over_at_once() -> None:
     found = Coordinator()
-    found.timer.time = 20.0
-    assert found.over({0: [(0, 2), (1, 2)]}) == []
-    assert found.over({0: [(0, 2), (1, 2), (2, 2), (3, 0)]}, all_here=True) == [0]
-    (_, message) = found.timer.asked[0]
-    found.windows.handle(WORKER, message)
-    assert not found.decided, "its window is closed"
+    assert not found.over(FIRST, SECOND)
+    assert found.over(FIRST, SECOND, THIRD, (3, 0), all_here=True)
+    assert not found.ring(found.timer.asked[0][1]), "its window is closed"
 
 
 def test_a_group_that_needs_values_earlier_ends_the_window_earlier() -> None:
     found = Coordinator()
-    found.timer.time = 20.0
-    found.over({0: [(0, 2), (1, 2)]})
-    assert found.over({0: [(0, 2), (1, 2), (2, 2)]}) == []
+    assert not found.over(FIRST, SECOND) and not found.over(FIRST, SECOND, THIRD)
     (first, one), (second, other) = found.timer.asked
     assert one == other and second < first
-    assert found.over({0: [(0, 2), (1, 2), (2, 2)]}) == [] and len(found.timer.asked) == 2, "asked for once"
+    assert not found.over(FIRST, SECOND, THIRD) and len(found.timer.asked) == 2, "asked for once"
 
 
 def test_a_death_in_the_window_takes_the_quorum_away() -> None:
     found = Coordinator()
-    found.timer.time = 20.0
-    found.over({0: [(0, 2), (1, 2)]})
+    found.over(FIRST, SECOND)
     (_, message) = found.timer.asked[0]
     found.windows.reset_group(1, False)
-    assert found.over({0: [(0, 2)]}) == []
-    found.windows.handle(WORKER, message)
-    assert not found.decided
-    assert found.over({0: [(0, 2), (2, 2)]}) == []
+    assert not found.over(FIRST) and not found.ring(message) and not found.over(FIRST, THIRD)
     assert found.timer.asked[1][1].number != message.number, "the round has another window"
 
 
 def test_fragments_have_windows_of_their_own() -> None:
-    found = Coordinator()
-    found.timer.time = 20.0
-    assert found.over({0: [(0, 2), (1, 2)], 1: [(2, 2), (3, 0)]}) == []
-    messages = {message.fragment: message for _, message in found.timer.asked}
-    found.windows.handle(WORKER, messages[1])
-    assert found.over({0: [(0, 2), (1, 2)], 1: [(2, 2), (3, 0)]}) == [1]
+    found, rounds = Coordinator(), {0: [FIRST, SECOND], 1: [THIRD, (3, 0)]}
+    assert found.of(rounds) == []
+    found.ring({message.fragment: message for _, message in found.timer.asked}[1])
+    assert found.of(rounds) == [1]
 
 
 def test_a_second_copy_ends_the_windows_of_a_dead_process() -> None:
-    found = Coordinator()
-    found.timer.time = 20.0
-    found.over({0: [(0, 2), (1, 2)]})
+    found, copy = Coordinator(), Coordinator(100.0)
+    found.over(FIRST, SECOND)
     (_, message) = found.timer.asked[0]
-    copy = Coordinator()
     copy.windows.load_state_dict(found.windows.state_dict())
-    copy.timer.time = 100.0
     copy.windows.on_timer()
     assert copy.timer.asked == [(100.0, message)]
-    copy.windows.handle(WORKER, message)
-    assert copy.decided == 1 and copy.over({0: [(0, 2), (1, 2)]}) == [0]
+    assert copy.ring(message) and copy.over(FIRST, SECOND)
 
 
 def test_an_exchange_that_takes_long_leaves_a_shorter_window() -> None:
-    def window(seconds: float) -> float:
-        found = Coordinator()
+    for seconds, window in ((0.0, 5.0), (4.0, 3.0), (40.0, 0.0)):
+        found = Coordinator(10.0)
         found.windows.step_over(SimpleNamespace(group=0, step=1))  # type: ignore[arg-type]
         found.windows.handle(WORKER, ExchangeTime(1, seconds))
         found.timer.time = 20.0
-        found.over({0: [(0, 2), (1, 2)]})
-        return found.timer.asked[0][0] - 20.0
-
-    assert window(0.0) == pytest.approx(5.0)
-    assert window(4.0) == pytest.approx(3.0)
-    assert window(40.0) == 0.0
+        found.over(FIRST, SECOND)
+        assert found.timer.asked[0][0] - 20.0 == pytest.approx(window)
 
 
 # --- a whole job in virtual time -------------------------------------------------------------------------------------
@@ -210,32 +204,42 @@ class Decoupled:
 
 
 EQUAL = (0.01,) * 4
+APART = 0.002
+
+
+@cache
+def decoupled(slack: float, step_s: tuple[float, ...] = EQUAL, frozen: int = -1) -> Decoupled:
+    return Decoupled(slack, step_s, APART, frozen)
+
+
+def assert_none_is_held_up(without: Decoupled, found: Decoupled, workers: int = 4) -> None:
+    pairs = zip(without.pushes[:workers], found.pushes[:workers], strict=True)
+    assert all(have >= had - 1 for had, have in pairs), found.pushes
 
 
 def test_slack_brings_more_workers_into_a_round_and_holds_up_none() -> None:
     """The workers push 2 ms apart, every 40 ms. A window is at most a step of 10 ms."""
-    without, found = Decoupled(0.0, EQUAL, 0.002), Decoupled(0.9, EQUAL, 0.002)
+    without, found = decoupled(0.0), decoupled(0.9)
     assert without.mean < 2.3 and found.mean > 3.5, (without.members, found.members)
     assert sum(found.members.values()) < 0.7 * sum(without.members.values())
-    assert all(have >= had - 1 for had, have in zip(without.pushes, found.pushes, strict=True)), found.pushes
+    assert_none_is_held_up(without, found)
 
 
 def test_a_slow_worker_is_in_fewer_rounds_and_holds_up_none() -> None:
     speeds = (0.01, 0.01, 0.01, 0.033)
-    without, found = Decoupled(0.0, speeds, 0.002), Decoupled(0.9, speeds, 0.002)
-    assert all(have >= had - 1 for had, have in zip(without.pushes, found.pushes, strict=True)), found.pushes
+    without, found = decoupled(0.0, speeds), decoupled(0.9, speeds)
+    assert_none_is_held_up(without, found)
     assert found.members[3] > found.members.get(4, 0) > 0, found.members
 
 
 def test_a_worker_that_is_stopped_holds_no_round_for_longer_than_a_window() -> None:
-    without, found = Decoupled(0.0, EQUAL, 0.002, frozen=3), Decoupled(0.9, EQUAL, 0.002, frozen=3)
-    assert all(have >= had - 1 for had, have in zip(without.pushes[:3], found.pushes[:3], strict=True)), found.pushes
+    without, found = decoupled(0.0, frozen=3), decoupled(0.9, frozen=3)
+    assert_none_is_held_up(without, found, workers=3)
     assert found.members[3] > 60, found.members
 
 
 def test_the_times_of_exchanges_come_to_the_coordinator() -> None:
-    found = Decoupled(0.9, EQUAL, 0.002)
-    windows = found.cluster.server(0, 0).extension(RoundWindows)
+    windows = decoupled(0.9).cluster.server(0, 0).extension(RoundWindows)
     assert windows.exchange_s and all(0.001 < seconds < 0.02 for seconds in windows.exchange_s.values())
 
 
@@ -270,3 +274,102 @@ def test_the_server_of_a_second_copy_is_told_by_the_first_one_alone() -> None:
     server = StandbyFactory(Factory()).make(Address(Role.SERVER, 0, 0), FunctionSender(lambda to, message: None))
     server.timer.wake(0.0, WindowOver(0, 1))
     assert not server.queue.pending and server.timer.now() > 0
+
+
+# --- how long a round with its quorum stays open: only for time that no worker of it needs ---------------------------
+
+
+def measured(slack: float, steps: int, intervals: dict[int, float], exchange: float = 0.0) -> GraceWindow:
+    """Groups that have pushed at 0 and at their interval, with exchanges of this time."""
+    grace = GraceWindow(slack, steps)
+    for group, interval in intervals.items():
+        grace.pushed(group, 0, 0.0)
+        grace.answered(group, 0, 0.5)
+        grace.exchanged(group, 0, 0.5 + exchange)
+        grace.pushed(group, 1, interval)
+    return grace
+
+
+def test_the_window_is_a_share_of_the_free_time() -> None:
+    """A group pushes every 10 s, its exchange takes 2 s, and the quorum came 1 s after its push."""
+    grace = measured(0.5, 1, {0: 10.0}, exchange=2.0)
+    assert grace.seconds([0], 11.0) == pytest.approx(0.5 * (10 - 1 - 2))
+    assert grace.seconds([0], 18.1) == 0.0, "the values are late already"
+
+
+def test_the_first_group_that_pushes_again_decides() -> None:
+    grace = measured(1.0, 1, {0: 10.0, 1: 6.0, 2: 8.0})
+    assert grace.seconds([0, 2], 10.0) == pytest.approx(6.0)  # group 2 pushed at 8, and will at 16
+    assert grace.seconds([0, 1, 2], 10.0) == pytest.approx(2.0)  # group 1 pushed at 6, and will at 12
+
+
+def test_a_window_is_at_most_a_step() -> None:
+    assert measured(0.9, 24, {0: 24.0}).seconds([0], 24.0) == pytest.approx(1.0)
+    assert measured(0.9, 1, {0: 24.0}).seconds([0], 24.0) == pytest.approx(0.9 * 24)
+
+
+def test_no_window_before_all_groups_were_measured() -> None:
+    grace = measured(0.9, 1, {0: 10.0})
+    grace.pushed(1, 0, 10.0)
+    assert grace.seconds([0], 10.0) > 0
+    assert grace.seconds([0, 1], 10.0) == 0.0
+    grace.forget(0)
+    assert grace.seconds([0], 10.0) == 0.0, "a new process has another pace"
+
+
+def test_a_repeated_push_is_no_interval() -> None:
+    grace = measured(1.0, 1, {0: 10.0})
+    grace.pushed(0, 1, 17.0)
+    assert grace.seconds([0], 10.0) == pytest.approx(10.0)
+
+
+def test_a_pause_of_a_worker_makes_no_long_window() -> None:
+    grace = measured(1.0, 1, {0: 1.0})
+    grace.pushed(0, 2, 1000.0)
+    assert grace.seconds([0], 1000.0) <= 1.25
+    for number in range(3, 30):
+        grace.pushed(0, number, 1000.0 + 5.0 * (number - 2))
+    assert grace.seconds([0], 1135.0) == pytest.approx(5.0, rel=0.01), "it stays slower, which is learned"
+
+
+def test_the_wait_for_a_round_is_no_part_of_the_exchange() -> None:
+    grace = GraceWindow(1.0, 1)
+    grace.pushed(0, 0, 0.0)
+    grace.answered(0, 0, 4.0)
+    grace.exchanged(0, 7, 100.0)  # of a push that is not known here
+    grace.exchanged(0, 0, 5.0)
+    grace.pushed(0, 1, 10.0)
+    assert grace.seconds([0], 10.0) == pytest.approx(10.0 - 1.0)
+
+
+@given(
+    slack=st.floats(0, 1),
+    compute=st.floats(0.1, 10),
+    exchange=st.floats(0, 20),
+    reached=st.lists(st.floats(0, 5), min_size=1, max_size=30),
+)
+def test_a_window_never_delays_a_push(slack: float, compute: float, exchange: float, reached: list[float]) -> None:
+    """A worker that computes for `compute` between two pushes, and a quorum that is there `reached` after its own."""
+    grace, at = GraceWindow(slack, 1), 0.0
+    for number, wait in enumerate(reached):
+        grace.pushed(0, number, at)
+        quorum = at + wait
+        over = quorum + grace.seconds([0], quorum)
+        grace.answered(0, number, over)
+        grace.exchanged(0, number, over - at + exchange)
+        without = max(compute, wait + exchange)
+        following = max(at + compute, over + exchange)
+        # What was late without a window is a measured interval, which a later window may use.
+        assert following - at <= max(without, *(max(compute, w + exchange) for w in reached)) + 1e-6
+        at = following
+
+
+def test_which_jobs_have_windows() -> None:
+    def windows(**cluster: object) -> bool:
+        return has_windows(Cluster(nworker_groups=3, server_worker_separate=True, **cluster))  # type: ignore[arg-type]
+
+    outer = OUTER["mean"][0]
+    assert windows(outer=outer, quorum=1) and windows(outer=outer, quorum=2, slack=0.1)
+    assert not windows(outer=outer, quorum=2, slack=0.0)
+    assert not windows(outer=outer, quorum=3), "such a round has all workers"
+    assert not windows(outer=outer) and not windows()

@@ -1,19 +1,21 @@
 """Schedules, fragments and counts of one worker, and its own values under any order of pushes and received values."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_job import mlp
-from test_same_bits import OUTER, adamw
+from in_process_job import cross_entropy, mlp, run_local, vectors
+from island_jobs import OUTER, adamw, building, job, script
 
 from topotrain.config.job import Cluster, Keep, Weigh
 from topotrain.config.sharding import cut
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
-from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
+from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.round_history import MOST_LISTED, Round, RoundHistory
 from topotrain.extensions.outer_optimizer.rounds import Learned, RoundSchedule, UntoldSteps, fragments_of
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 
@@ -177,3 +179,164 @@ def test_dropped_and_blended_steps() -> None:
         own, sent, received = torch.tensor([3.0]), torch.tensor([1.0]), torch.tensor([10.0])
         TakeRule(keep, 0.5).take([own], [sent], [received])
         assert own.item() == expected
+
+
+# --- steps that are lost in an exchange: they count in no weight, and in the report ----------------------------------
+
+
+@given(
+    fragments=st.integers(1, 4),
+    share=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    events=st.lists(st.one_of(st.just("step"), st.just("push"), st.just("take")), max_size=60),
+)
+def test_each_step_is_told_or_here_or_lost(fragments: int, share: float, events: list[str]) -> None:
+    untold, pushes, told = UntoldSteps(fragments), 0, 0.0
+    for event in events:
+        if event == "step":
+            untold.step()
+        elif event == "take":
+            untold.keep(pushes % fragments, share)
+        else:
+            told += untold.push(pushes % fragments).steps / fragments
+            pushes += 1
+        assert told + untold.pending_steps + untold.dropped == pytest.approx(untold.made)
+
+
+def test_samples_are_lost_with_their_steps() -> None:
+    untold = UntoldSteps(2)
+    for read in (8, 16):
+        untold.step()
+        untold.read(read)
+    untold.keep(0, 0.25)
+    assert untold[0] == Learned(0.5, 4) and untold[1] == Learned(2, 16)
+    assert untold[0].weight(Weigh.kSamples) == 0.25 * untold[1].weight(Weigh.kSamples)
+    untold.read(16)
+    assert untold[0].samples == 4, "the samples of these steps were read before"
+    untold.keep(1, 0.0)
+    assert untold[1].weight(Weigh.kSamples) == 0 == untold[1].weight(Weigh.kEqual)
+    assert untold.dropped == (1.5 + 2) / 2
+
+
+CLUSTER = {"sync_freq": 6, "overlap": 2}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "steps", "weights", "lost"),
+    [
+        # The last round has the steps that are left.
+        ({**CLUSTER, "keep": Keep.kAdd}, 15, [6, 6, 3], 0.0),
+        # Behind each push two steps are dropped, or have a share, and four or one stay.
+        ({**CLUSTER, "keep": Keep.kDrop}, 15, [6, 4, 1], 4.0),
+        ({**CLUSTER, "keep": Keep.kBlend, "blend": 0.25}, 15, [6, 4.5, 1.5], 3.0),
+        # Fragments are pushed behind steps 3, 6, 9 and 12, each 6 steps after its last push, of which one is dropped.
+        ({"sync_freq": 6, "overlap": 1, "fragments": 2, "keep": Keep.kDrop}, 12, [3, 6, 5, 5, 2], 3 / 2),
+    ],
+    ids=str,
+)
+def test_steps_that_are_lost_have_no_weight(
+    monkeypatch: pytest.MonkeyPatch, cluster: dict[str, Any], steps: int, weights: list[float], lost: float
+) -> None:
+    """One worker with 12 samples in each step: a step weighs 12 * 12."""
+    found: list[float] = []
+    inner: list[InnerOptimizer] = []
+    push = DifferencePath.at_step
+
+    def at_step(self: Any, step: int, optimizer: int = 0) -> Any:
+        found.append(self._inner.weight())
+        inner[:] = [self._inner]
+        return push(self, step, optimizer)
+
+    monkeypatch.setattr(DifferencePath, "at_step", at_step)
+    run_local(job(1, outer="mean", **cluster), building(), script(vectors(steps), 1))
+    assert found == [144 * each for each in weights]
+    assert inner[0].untold.dropped == lost
+
+
+def test_steps_of_a_push_count_as_lost_with_their_worker_until_its_round_is_known_to_be_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New values are taken two steps behind each push."""
+    opened: list[InnerOptimizer] = []
+    open_inner = InnerOptimizer.open
+
+    def note(self: InnerOptimizer, *arguments: Any) -> Any:
+        opened.append(self)
+        return open_inner(self, *arguments)
+
+    monkeypatch.setattr(InnerOptimizer, "open", note)
+    found = []
+
+    def run(t: Any) -> None:
+        for batch in vectors(9):
+            t.optimizer.zero_grad()
+            t.backward(t.losses(cross_entropy, *batch))
+            t.optimizer.step()
+            found.append(opened[0].unsure_steps)
+
+    run_local(job(1, outer="mean", **CLUSTER), building(), run)
+    assert found == [1, 2, 3, 4, 5, 6, 7, 2, 3]
+    assert opened[0].unsure_steps == 0, "the rest is told at the end"
+
+
+# --- what is known of the rounds of a job: how many, of which groups, and how old their pushes were ------------------
+
+
+def test_rounds_of_all_have_no_age() -> None:
+    history = RoundHistory((0, 1), (0, 0))
+    assert [history.add(number % 2, (0, 1)) for number in range(4)] == [
+        Round(0, 0, (0, 1)),
+        Round(1, 0, (0, 1)),
+        Round(0, 1, (0, 1)),
+        Round(1, 1, (0, 1)),
+    ]
+    assert history.members == {2: 4} and history.made == [2, 2]
+    assert (history.ages, history.age_sum, history.age_max) == (8, 0, 0)
+
+
+def test_a_late_group_is_as_old_as_the_rounds_that_it_has_missed() -> None:
+    history = RoundHistory((0, 1, 2), (0,))
+    for _ in range(3):
+        history.add(0, (0, 1))
+    history.add(0, (0, 2))
+    assert history.age_max == 3, "its base were the first values"
+    history.add(0, (0, 1))
+    assert history.age_max == 3 and history.age_sum == 3 + 1
+    assert history.members == {2: 5}
+
+
+def test_a_group_that_came_later_has_no_age_at_first() -> None:
+    history = RoundHistory((0, 1), (5,))
+    history.add(0, (0,))
+    history.forget(1)
+    history.add(0, (0, 1))
+    assert (history.ages, history.age_sum) == (2, 0)
+    history.add(0, (0,))
+    history.add(0, (1,))
+    assert history.age_sum == 1 and history.made == [9]
+
+
+def test_a_round_has_a_share_of_the_groups_that_there_are() -> None:
+    history = RoundHistory(range(3), (0, 0))
+    shares = [history.add(0, groups).share for groups in ((0,), (1,), (2,), (0, 1), (2,))]
+    assert shares == [1 / 3, 1 / 3, 1 / 3, 2 / 3, 1 / 3], "one turn of all moves the values as far as a round of all"
+    assert history.add(1, (0, 1, 2)).share == 1.0
+    # Group 2 is slow.
+    assert {history.add(0, (number % 2,)).share for number in range(20)} == {1 / 3}
+    history.change(2, False)
+    assert [history.add(0, groups).share for groups in ((1,), (0, 1))] == [1 / 2, 1.0]
+    history.change(0, False)
+    history.change(2, True)
+    assert history.add(0, (1,)).share == 1 / 2
+    assert history.add(0, (0,)).share == 1 / 3, "it came back before the start, without a decision"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.sets(st.integers(0, 4), min_size=1)), max_size=150))
+def test_each_round_is_counted_and_the_last_ones_are_listed(rounds: list[tuple[int, set[int]]]) -> None:
+    history = RoundHistory(range(5), (0, 0, 0))
+    made = [history.add(fragment, sorted(groups)) for fragment, groups in rounds]
+    assert list(history.last) == made[-MOST_LISTED:]
+    assert sum(history.members.values()) == len(rounds) == sum(history.made)
+    assert history.ages == sum(len(groups) for _, groups in rounds)
+    copy = RoundHistory((), (0,))
+    copy.load_state_dict(history.state_dict())
+    assert copy.state_dict() == history.state_dict()

@@ -1,167 +1,224 @@
-"""Rounds of an outer optimizer end with the bits of the example in plain PyTorch."""
+"""Jobs with an outer optimizer end with the bits of a program in plain PyTorch."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process_job import Cnn, cross_entropy, images, mlp, run_hosted, run_local, vectors
+from in_process_job import Cnn, Transformer, images, run_hosted, run_local, tokens, vectors
+from island_jobs import OUTER, Islands, adamw, assert_near, assert_same_bits, building, job, script
 from torch import nn
 
-from topotrain.config.job import (
-    ChangeMethod,
-    Cluster,
-    Job,
-    LRGen,
-    Slicing,
-    TransportChoice,
-    Updater,
-    UpdaterType,
-    Weigh,
-)
+from topotrain.config.job import Compression, ConfigError, Keep, Slicing, TransportChoice, Weigh
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "islands_by_hand.py"
-ROUNDS, LEFT = 3, 1
-
-Inner = Callable[[Any], torch.optim.Optimizer]
-Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def updater(kind: UpdaterType, rate: float, momentum: float = 0.0) -> Updater:
-    return Updater(type=kind, momentum=momentum, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=rate))
-
-
-OUTER = {
-    "nesterov": (
-        updater(UpdaterType.kNesterov, 0.7, 0.9),
-        lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True),
-    ),
-    "mean": (updater(UpdaterType.kSGD, 1.0), lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    "adam": (updater(UpdaterType.kAdam, 0.01), lambda parameters: torch.optim.Adam(parameters, lr=0.01)),
-}
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.003)
-
-
-def by_hand() -> Callable[..., None]:
+@pytest.mark.parametrize(("groups", "outer"), [(1, "nesterov"), (2, "mean"), (3, "adam")])
+def test_a_job_has_the_bits_of_the_example(groups: int, outer: str) -> None:
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
     spec = importlib.util.spec_from_file_location("islands_by_hand", EXAMPLE)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    train: Callable[..., None] = module.train
-    return train
-
-
-def data(groups: int, sync_freq: int, make: Callable[[int], Batches] = vectors) -> Batches:
-    """Batches for some rounds, and for a last one with fewer steps."""
-    return make(groups * (ROUNDS * sync_freq + LEFT))
-
-
-def job(groups: int = 3, sync_freq: int = 4, outer: str = "nesterov", **cluster: Any) -> Job:
-    apart = {"server_worker_separate": True, "sync_freq": sync_freq, "outer": OUTER[outer][0]}
-    return Job(cluster=Cluster(nworker_groups=groups, **(apart | cluster)))
-
-
-def script(batches: Batches, groups: int) -> Callable[[Any], None]:
-    """Train each worker group on every `groups`-th batch."""
-
-    def run(t: Any) -> None:
-        for batch in batches[t.me.group :: groups]:
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *batch))
-            t.optimizer.step()
-
-    return run
-
-
-def building(model: Callable[[], nn.Module], inner: Inner) -> Callable[[], tuple[Any, ...]]:
-    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
-        made = model()
-        return made, inner(made.parameters())
-
-    return build
-
-
-def expected(
-    batches: Batches, groups: int, sync_freq: int, outer: str = "nesterov", inner: Inner = adamw, model: Any = mlp
-) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    agreed = model()
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    islands, batches = Islands(groups, outer=outer), vectors(groups * 13)
+    made = OUTER[outer][1](islands.agreed.parameters())
     parts = [batches[group::groups] for group in range(groups)]
-    loss = nn.functional.cross_entropy
-    by_hand()(agreed, inner, OUTER[outer][1](agreed.parameters()), loss, parts, sync_freq)
-    return {name: value.detach() for name, value in agreed.named_parameters()}
+    example.train(islands.agreed, adamw, made, nn.functional.cross_entropy, parts, 4)
+    found = run_local(job(groups, outer=outer), building(), script(batches, groups))
+    assert_same_bits(found.values, islands.values)
+    assert [server.state.version for server in found.servers] == [3 + 1], "one more for the steps that are left"
 
 
-def assert_same_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    for name, value in wanted.items():
-        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+class DoubleCnn(Cnn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
 
 
-def test_the_example_has_at_most_forty_lines() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) <= 40
+def double_images(count: int) -> Any:
+    return [(x.double(), y) for x, y in images(count)]
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("outer", OUTER)
-def test_a_job_has_the_bits_of_the_example(groups: int, outer: str) -> None:
-    batches = data(groups, 4)
-    found = run_local(job(groups, outer=outer), building(mlp, adamw), script(batches, groups))
-    assert_same_bits(found.values, expected(batches, groups, 4, outer))
-    assert [server.state.version for server in found.servers] == [ROUNDS + 1]
+def unequal(count: int) -> Any:
+    """Batches that no two workers can divide into parts of one size."""
+    return vectors(count, size=11)
+
+
+def fragmented(sync_freq: int, fragments: int, overlap: int, keep: Keep = Keep.kAdd, **more: Any) -> dict[str, Any]:
+    return {"sync_freq": sync_freq, "fragments": fragments, "overlap": overlap, "keep": keep} | more
+
+
+FRAGMENTS = [
+    fragmented(4, 2, 0),
+    fragmented(6, 3, 1),
+    fragmented(6, 1, 2),
+    fragmented(6, 2, 2, Keep.kBlend),
+    fragmented(6, 2, 1, Keep.kDrop),
+    fragmented(4, 4, 0),
+]
+PAIRS: dict[str, Any] = {"groups": 2, "workers": 2}
+TURNS = fragmented(4, 2, 1)
+ALONE: dict[str, Any] = {"groups": 2, "sync_freq": 3}
+TWO: dict[str, Any] = {"nservers_per_group": 2}
+SCHEDULES = ["linear", "step", "fixed step", "exponential", "inverse", "inverse t"]
+
+ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    # What is computed, and over which layout.
+    ({}, {"nservers_per_group": 3}),
+    ({}, {**TWO, "slicing": Slicing.kTensor}),
+    ({}, {"nworkers_per_procs": 3, "server_worker_separate": False}),
+    ({}, {"weigh": Weigh.kEqual}),
+    ({"sync_freq": 1}, {}),
+    ({"sync_freq": 100}, {}),
+    # Also optimizers that no server could run on a part of a tensor.
+    (ALONE | {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)}, TWO),
+    (ALONE | {"inner": lambda parameters: torch.optim.Adam(parameters, lr=0.003, fused=True)}, TWO),
+    (ALONE | {"inner": torch.optim.Rprop}, TWO),
+    (ALONE | {"inner": torch.optim.Adafactor}, TWO),
+    (ALONE | {"model": DoubleCnn, "batches": double_images}, {}),
+    *((case, {}) for case in FRAGMENTS),
+    (PAIRS, {}),
+    *((PAIRS | case, {}) for case in FRAGMENTS),
+    (PAIRS | TURNS, {"nservers_per_group": 3}),
+    (PAIRS | TURNS, {**TWO, "slicing": Slicing.kTensor}),
+    (PAIRS | TURNS | {"workers": 3}, TWO),
+    (PAIRS | TURNS | {"groups": 1}, {**TWO, "server_worker_separate": False}),
+    (PAIRS | TURNS | {"groups": 3}, {}),
+    (PAIRS | {"batches": unequal}, {}),
+    ({"outer": "delay 1"}, {}),
+    ({"outer": "delay 2"}, {"nservers_per_group": 3}),
+    ({"outer": "delay 3"}, {}),
+    *(({"outer": name, "sync_freq": 3, "groups": 1 + number % 2}, TWO) for number, name in enumerate(SCHEDULES)),
+    ({"outer": "linear", "groups": 2, "sync_freq": 3, "fragments": 3}, TWO),
+    ({"radial": True, "groups": 2}, {}),
+    ({"radial": True}, {"weigh": Weigh.kEqual}),
+    # Embeddings are merged by their mean, also where one is the output layer, too.
+    (ALONE | {"radial": True, "model": Transformer, "batches": tokens}, {}),
+    # Transports.
+    ({}, {**TWO, "transport": TransportChoice.kShm}),
+    (FRAGMENTS[1], {"nservers_per_group": 3, "transport": TransportChoice.kTcp}),
+    (PAIRS, {**TWO, "transport": TransportChoice.kShm}),
+    (PAIRS | FRAGMENTS[1], {**TWO, "transport": TransportChoice.kTcp}),
+]
+
+
+def run_row(row: dict[str, Any], layout: dict[str, Any], steps: int, folder: Path) -> None:
+    options = dict(row)
+    make = options.pop("batches", vectors)
+    islands = Islands(**options)
+    batches, wanted = make(islands.groups * steps), islands.job(**layout)
+    read = script(batches, islands.groups)
+    if "transport" in layout:
+        found = run_hosted(wanted, islands.building(), read, folder)
+    else:
+        found = run_local(wanted, islands.building(), read)
+    assert_same_bits(found.values, islands.train(batches))
+
+
+@pytest.mark.parametrize(("row", "layout"), ROWS, ids=str)
+def test_a_job_has_the_bits_of_plain_pytorch(row: dict[str, Any], layout: dict[str, Any], tmp_path: Path) -> None:
+    """The last round has fewer steps."""
+    run_row(row, layout, 9 if "transport" in layout else 13, tmp_path)
+
+
+@pytest.mark.parametrize("row", [FRAGMENTS[1], FRAGMENTS[3], PAIRS, PAIRS | FRAGMENTS[2]], ids=str)
+@pytest.mark.parametrize("steps", [1, 24])
+def test_rounds_that_begin_and_end_anywhere(row: dict[str, Any], steps: int, tmp_path: Path) -> None:
+    run_row(row, {}, steps, tmp_path)
+
+
+# --- fragments -------------------------------------------------------------------------------------------------------
+
+
+def test_a_fragment_travels_alone() -> None:
+    """An exchange of one of four parameters costs less than one of all."""
+
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 512), nn.Tanh(), nn.Linear(512, 5))
+
+    def bytes_of(fragments: int) -> int:
+        return sum(run_local(job(fragments=fragments), building(wide), script(vectors(3 * 16), 3)).traffic)
+
+    whole, parts = bytes_of(1), bytes_of(4)
+    assert parts < 1.4 * whole, (whole, parts)
+
+
+def test_more_fragments_than_parameters() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.fragments = 5: must be at most 4, the number of parameters"):
+        run_local(job(sync_freq=5, fragments=5), building(), script(vectors(3), 3))
 
 
 @pytest.mark.parametrize(
-    "cluster",
+    ("kind", "overlap", "near", "most"),
     [
-        {"nservers_per_group": 3},
-        {"nservers_per_group": 2, "slicing": Slicing.kTensor},
-        {"nworkers_per_procs": 3, "server_worker_separate": False},
-        {"weigh": Weigh.kEqual},
-        {"sync_freq": 1},
-        {"sync_freq": 100},
+        # A round moves the values by 1 % of their norm and more. With kTopK only pushes are short.
+        (Compression.kFp16, 0, 0.001, 0.7),
+        (Compression.kBf16, 1, 0.001, 0.7),
+        (Compression.kInt8, 0, 0.001, 0.7),
+        (Compression.kE3M0, 1, 0.02, 0.5),
+        (Compression.kTopK, 0, 0.02, 0.9),
     ],
-    ids=str,
 )
-def test_the_layout_changes_no_bit(cluster: dict[str, Any]) -> None:
-    sync_freq = cluster.get("sync_freq", 4)
-    batches = data(3, 4)
-    found = run_local(job(**cluster), building(mlp, adamw), script(batches, 3))
-    assert_same_bits(found.values, expected(batches, 3, sync_freq))
+def test_compression_changes_little(kind: Compression, overlap: int, near: float, most: float) -> None:
+    batches, cluster = vectors(3 * 40), {"fragments": 2, "overlap": overlap, "outer": "mean"}
+    exact = run_local(job(**cluster), building(), script(batches, 3))
+    ratio = {"compression_ratio": 0.3} if kind is Compression.kTopK else {}
+    short = run_local(job(**cluster, compression=kind, **ratio), building(), script(batches, 3))
+    assert short.distance(exact) < near
+    assert sum(short.traffic) < most * sum(exact.traffic)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [
-        lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-        lambda parameters: torch.optim.Adam(parameters, lr=0.003, fused=True),
-        lambda parameters: torch.optim.Rprop(parameters),
-        lambda parameters: torch.optim.Adafactor(parameters),
-    ],
-    ids=["sgd", "fused adam", "rprop", "adafactor"],
-)
-def test_any_optimizer_may_be_the_inner_one(inner: Inner) -> None:
-    """Also those that no server could run on a part of a tensor."""
-    batches = data(2, 3)
-    found = run_local(job(2, 3, nservers_per_group=2), building(mlp, inner), script(batches, 2))
-    assert_same_bits(found.values, expected(batches, 2, 3, inner=inner))
+# --- radial merging over servers that divide a tensor ----------------------------------------------------------------
+
+DIVIDED = {"nservers_per_group": 3}
 
 
-def test_a_model_with_batch_norm_and_float64() -> None:
-    def model() -> nn.Module:
-        return Cnn().double()
+def test_a_tensor_on_several_servers_is_merged_as_a_whole(tmp_path: Path) -> None:
+    """Neither the transport nor the order of arrival changes a bit."""
+    islands, batches = Islands(radial=True), vectors(3 * 13)
+    found = run_local(islands.job(**DIVIDED), building(), script(batches, 3)).values
+    by_tcp = islands.job(transport=TransportChoice.kTcp, **DIVIDED)
+    assert_same_bits(run_hosted(by_tcp, building(), script(batches, 3), tmp_path).values, found)
+    assert_near(found, islands.train(batches))
+    by_mean = Islands().train(batches)
+    assert not torch.allclose(by_mean["0.weight"], found["0.weight"], atol=1e-4), "merging makes no difference"
 
-    batches = [(x.double(), y) for x, y in data(2, 3, images)]
-    found = run_local(job(2, 3), building(model, adamw), script(batches, 2))
-    assert_same_bits(found.values, expected(batches, 2, 3, model=model))
+
+@pytest.mark.parametrize("slicing", [Slicing.kElement, Slicing.kTensor])
+def test_neither_slices_nor_whole_tensors_matter(slicing: Slicing) -> None:
+    """A tensor in one bucket, in several of one server, and in several of two servers."""
+
+    def broad() -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 5))
+
+    islands, batches = Islands(radial=True, model=broad), vectors(3 * 9)
+    large, small = (
+        run_local(islands.job(**TWO, slicing=slicing, slice_bytes=size), islands.building(), script(batches, 3))
+        for size in (0, 4096)
+    )
+    assert_same_bits(small.values, large.values)
+    assert_near(large.values, islands.train(batches))
+    buckets = [[len(server.model.buckets) for server in found.servers] for found in (large, small)]
+    assert buckets[0] == [1, 1] and max(buckets[1]) > 2
 
 
-def test_the_transport_changes_no_bit(tmp_path: Path) -> None:
-    batches = data(3, 4)
-    wanted = job(transport=TransportChoice.kShm, nservers_per_group=2)
-    found = run_hosted(wanted, building(mlp, adamw), script(batches, 3), tmp_path)
-    assert_same_bits(found.values, expected(batches, 3, 4))
+def test_of_one_worker_the_difference_is_taken_as_it_is() -> None:
+    batches = vectors(9)
+    mean, found = (
+        run_local(Islands(1, radial=radial).job(**DIVIDED), building(), script(batches, 1)).values
+        for radial in (False, True)
+    )
+    assert_same_bits(found, mean)
+
+
+@pytest.mark.parametrize("compression", [Compression.kNone, Compression.kInt8])
+def test_radial_fragments_and_overlap(compression: Compression) -> None:
+    """Each fragment has tensors of its own, and servers that divide them."""
+    islands, batches = Islands(radial=True, **TURNS), vectors(3 * 24)
+    one, many = (
+        run_local(islands.job(compression=compression, **layout), building(), script(batches, 3)).values
+        for layout in ({}, DIVIDED)
+    )
+    assert_near(many, one, **({} if compression is Compression.kNone else {"rtol": 0, "atol": 0.01}))

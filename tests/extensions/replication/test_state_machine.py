@@ -11,11 +11,12 @@ from replicated_cluster import ReplicatedCluster, flats_of
 from seeds import every
 from simulation import ScriptedWorker, job
 
-from topotrain.config.job import Apply, Grads, Job
+from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
+from topotrain.extensions.replication import replica_checksum
 from topotrain.extensions.replication.replicated_server import ReliableChannel, ReplicatedServer
 from topotrain.extensions.replication.state_machine import UNCOUNTED
 from topotrain.extensions.replication.state_transfer import restore, save
@@ -61,14 +62,16 @@ def run(
 
 @cache
 def calm(servers: int) -> ReplicatedCluster:
-    return run(servers=servers)
+    cluster = run(servers=servers)
+    check(cluster, cluster, servers)
+    return cluster
 
 
-def check(cluster: ReplicatedCluster, servers: int = 2) -> None:
-    """Everybody has seen what would have been seen anyway, and there are two copies of it again."""
-    for me, seen in calm(servers).ends.items():
+def check(cluster: ReplicatedCluster, undisturbed: ReplicatedCluster, servers: int = 2) -> None:
+    """All have seen what would have been seen anyway, and there are two copies of it again."""
+    for me, seen in undisturbed.ends.items():
         assert all(map(equal, cluster.ends[me], seen)), me
-    assert equal(cluster.values(), calm(servers).values())
+    assert equal(cluster.values(), undisturbed.values())
     for index in range(servers):
         first, second = cluster.copies(index)
         assert equal(flats_of(first), flats_of(second))
@@ -88,17 +91,13 @@ def moments(process: int, servers: int = 2) -> int:
     return calm(servers).ticks[process]
 
 
-def test_an_undisturbed_job_has_two_equal_copies() -> None:
-    check(run(), 2)
-
-
 @pytest.mark.parametrize(("process", "loses", "first"), [(0, False, 1), (0, True, 4), (1, False, 3), (1, True, 6)])
 def test_a_process_may_die_at_any_moment(process: int, loses: bool, first: int) -> None:
     """Some of them; server 0 decides, leases and keeps what workers leave."""
-    for moment in every(first, moments(process) + 1, 7):
+    for moment in every(first, moments(process) + 1, 11):
         cluster = run((process, moment), loses=loses)
         assert cluster.deaths == 1
-        check(cluster)
+        check(cluster, calm(2))
 
 
 @pytest.mark.parametrize("servers", [2, 3])
@@ -106,49 +105,7 @@ def test_it_can_happen_again(servers: int) -> None:
     for moment, later in ((20, 30), (90, 1), (150, 60)):
         cluster = run((servers - 1, moment), later, loses=moment == 90, servers=servers)
         assert cluster.deaths == 2
-        check(cluster, servers)
-
-
-@cache
-def hidden(apply: Apply, kill: tuple[int, int] | None = None, loses: bool = False) -> ReplicatedCluster:
-    """A job whose gradients nobody sees."""
-    cluster = ReplicatedCluster(job(workers=2, shards=2, grads=Grads.kHidden, apply=apply), 1, kill)
-    cluster.transport.loses = loses
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.visible, client = False, worker.client
-        worker.open(start=1.0)
-        for step in range(STEPS):
-            rng = torch.Generator().manual_seed(100 * step + worker.me.index)
-            parts = [torch.randn(p.shape, generator=rng, dtype=getattr(torch, p.dtype)) for p in cluster.map.parameters]
-            if apply is Apply.kOnArrival:
-                client.gradients.set_rates(b"")
-                client.gradients.end_backward(worker.steps, 0, 1.0, worker.push(parts))
-                worker.commit(revisions=())
-            else:
-                worker.step(parts)
-        worker.finish()
-        if worker.me.index == 0:
-            client.values.fetch_final()
-            client.buffers.final()
-        cluster.lifelines[worker.me].leave()
-        cluster.sim.wait(lambda: cluster.lifelines[worker.me].left)
-        cluster.ends[worker.me] = [*worker.values(), *worker.outcomes]
-
-    return cluster.play(script)
-
-
-@pytest.mark.parametrize("apply", Apply)
-def test_nor_does_a_result_show_it_where_gradients_are_hidden_and_applied_as_they_come(apply: Apply) -> None:
-    for process, first in ((0, 5), (1, 12)):
-        for moment in every(first, hidden(apply).ticks[process] + 1, 31):
-            cluster = hidden(apply, (process, moment), moment % 2 == 0)
-            assert cluster.deaths == 1
-            for me, seen in hidden(apply).ends.items():
-                assert all(map(equal, cluster.ends[me], seen)), (moment, me)
-            for index in range(2):
-                first_copy, second_copy = map(flats_of, cluster.copies(index))
-                assert equal(first_copy, second_copy), moment
+        check(cluster, calm(servers), servers)
 
 
 def test_a_line_keeps_what_the_other_side_may_not_have() -> None:
@@ -317,3 +274,75 @@ def test_no_field_of_any_component_is_forgotten() -> None:
     cluster.play(script)
     assert not found, "\n".join(sorted(found))
     assert copied > 50
+
+
+# --- copies compare what they have become: a wrong bit in one of them is noticed -------------------------------------
+
+CHECKED_STEPS, SERVER = 8, Address(Role.SERVER, 0, 1)
+
+
+def train_checked(worker: ScriptedWorker, spoil: int = -1) -> None:
+    """Before its step `spoil` the first worker turns a bit in a second copy."""
+    worker.open(start=1.0)
+    cluster: ReplicatedCluster = worker.cluster  # type: ignore[assignment]
+    for step in range(CHECKED_STEPS):
+        if step == spoil and worker.me.index == 0:
+            cluster.sim.sleep(0.01)  # the copies have done the same by then
+            flats_of_shadow(cluster)[0].view(torch.int32)[3] ^= 1 << 20
+        worker.step(worker.numbers(scale=0.01))
+    worker.finish()
+    if worker.me.index == 0:
+        worker.client.values.fetch_final()
+        worker.client.buffers.final()
+    cluster.ends[worker.me] = list(worker.values())
+
+
+def flats_of_shadow(cluster: ReplicatedCluster) -> list[torch.Tensor]:
+    copy = next(p.standbys[SERVER].standby.copy for p in cluster.processes.values() if SERVER in p.standbys)
+    assert copy is not None
+    model = copy.server.state.known
+    return [model.flats.flat("values", space.index) for space in model.map.spaces]
+
+
+def run_checked(spoil: int = -1) -> ReplicatedCluster:
+    return ReplicatedCluster(job(workers=2, shards=2), 3).play(lambda worker: train_checked(worker, spoil))
+
+
+def primary(cluster: ReplicatedCluster):
+    return cluster.home[SERVER].primaries[SERVER].primary
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket is compared in every third step."""
+    monkeypatch.setattr(replica_checksum, "EVERY", 3)
+
+
+@pytest.mark.usefixtures("often")
+def test_copies_that_did_the_same_never_differ() -> None:
+    cluster = run_checked()
+    assert primary(cluster).differs == 0 and not primary(cluster)._marks
+    assert all(map(torch.equal, *map(flats_of, cluster.copies(1))))
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("spoil", [2, 3, 4])
+def test_one_wrong_bit_in_a_second_copy_is_found_and_it_is_made_anew(spoil: int) -> None:
+    cluster, calm = run_checked(spoil), run_checked()
+    assert primary(cluster).differs == 1
+    assert primary(cluster).covered, "the new one has everything"
+    assert all(map(torch.equal, *map(flats_of, cluster.copies(1))))
+    for me, seen in calm.ends.items():
+        assert all(map(torch.equal, cluster.ends[me], seen)), "the job goes on with the copy that has spoken"
+
+
+def test_each_bucket_is_looked_at_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_checksum, "EVERY", 100)
+    server = run_checked().speaking(0)
+    buckets = len(server.state.known.buckets)
+    server.state.version, found = 1000, 0
+    for version in range(900, 1000):
+        server.state.version = version + 1
+        found += replica_checksum.mark(server, version) is not None
+    assert found == len({0, *(bucket.id % 100 for bucket in server.state.known.buckets)}) <= buckets + 1
+    assert replica_checksum.mark(server, 1000) is None, "no step was made"

@@ -1,13 +1,19 @@
 """What workers leave at server (0,0): whole or not at all, the newest, and never without bounds."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import ProtocolError, decode, encode
 from topotrain.extensions.resume import worker_state_store
+from topotrain.extensions.resume.pass_states import PassStates
+from topotrain.extensions.resume.previous_run import PreviousRun, find
+from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_messages import WorkerStatePart, WorkerStateRequest
 from topotrain.extensions.resume.worker_state_store import EPOCH, SINCE, WorkerStateStore
 
@@ -102,3 +108,120 @@ def test_what_no_correct_worker_sends_is_refused(change):
         WorkerStateStore().place(ME, replace(WorkerStatePart(0, 1, EPOCH, 0, 1, 3), **change), False)
     with pytest.raises(ProtocolError, match="without a body"):
         WorkerStateStore().handle(ME, WorkerStatePart(0, 1, EPOCH, 0, 1, 3))
+
+
+# --- the state at the begin of a pass waits until the batches before it count ----------------------------------------
+
+
+class Store:
+    """Keeps what is saved, as (number, first byte)."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+
+    def save(self, number: int, data: torch.Tensor) -> None:
+        self.saved.append((number, int(data[0])))
+
+
+class Counted:
+    """Batches of all epochs before this one count."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def first_uncounted(self, epoch: int) -> int:
+        return min(epoch, self.epoch)
+
+
+def pass_states(counted: int) -> tuple[Any, Any, Any]:
+    store: Any = Store()
+    accounting: Any = Counted(counted)
+    return PassStates(store, accounting), store, accounting
+
+
+def state(number: int) -> torch.Tensor:
+    return torch.tensor([number], dtype=torch.uint8)
+
+
+def test_a_state_is_saved_at_once_where_all_batches_before_it_count() -> None:
+    states, store, _ = pass_states(counted=9)
+    states.begin(0, state(1))
+    states.change(0, state(2))
+    states.begin(1, state(3))
+    assert store.saved == [(EPOCH, 1), (SINCE, 2), (EPOCH, 3)] and not states.holds
+
+
+def test_a_state_waits_for_batches_of_earlier_passes() -> None:
+    states, store, counted = pass_states(counted=3)
+    states.begin(4, state(1))
+    assert states.holds and store.saved == []
+    states.save()
+    assert store.saved == []
+    counted.epoch = 4
+    states.save()
+    states.save()
+    assert store.saved == [(EPOCH, 1)] and not states.holds
+
+
+def test_changes_are_saved_behind_the_state_of_their_own_pass_only() -> None:
+    states, store, counted = pass_states(counted=3)
+    states.begin(3, state(1))
+    states.begin(4, state(2))
+    # In the store is the state of pass 3: rates of pass 4 would be one epoch ahead of it.
+    states.change(4, state(5))
+    states.change(4, state(6))
+    assert store.saved == [(EPOCH, 1)]
+    counted.epoch = 5
+    states.save()
+    assert store.saved[1:] == [(EPOCH, 2), (SINCE, 6)]
+    states.change(5, state(7))
+    assert store.saved[3:] == []
+    states.change(4, state(8))
+    assert store.saved[3:] == [(SINCE, 8)]
+
+
+# --- where the new processes of a worker group begin, by the states that the former ones have saved ------------------
+
+
+class SavedStates:
+    """A worker whose group has saved states at the begin of these passes. None: a worker has saved none."""
+
+    def __init__(self, *passes: int | None) -> None:
+        self.blobs = [None if number is None else state_at(number) for number in passes]
+
+    def load(self, index: int) -> tuple[torch.Tensor | None, None]:
+        return self.blobs[index], None
+
+    def load_group(self) -> list[torch.Tensor | None]:
+        return self.blobs
+
+    def applied(self, stream: int) -> int:
+        return 0
+
+
+def state_at(passes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(WorkerState(passes, 10 * passes).to_bytes()), dtype=torch.uint8)
+
+
+def found(index: int, *passes: int | None, alike: bool = True) -> PreviousRun:
+    saved = SavedStates(*passes)
+    identity = SimpleNamespace(incarnation=1)
+    place = SimpleNamespace(identity=identity, job=Job())
+    here: Any = SimpleNamespace(
+        resumed=None, me=Address(Role.WORKER, 1, index), place=place, alike={"inner optimizer"} if alike else set()
+    )
+    worker: Any = SimpleNamespace(client=SimpleNamespace(extension=lambda kind: saved), optimizers=[None])
+    return find(here, worker)
+
+
+@pytest.mark.parametrize("passes", [(2, 1), (1, 2), (None, 2), (2, None)], ids=str)
+def test_workers_that_share_a_replica_begin_at_the_same_pass(passes: tuple[int | None, int | None]) -> None:
+    """Batches of passes before the last of these count, so no worker of the group has one to read there."""
+    first, second = found(0, *passes), found(1, *passes)
+    assert (first.first, second.first) == (2, 2)
+    saved = passes[0]
+    assert (None if first.lead is None else first.lead.passes) == saved == (second.lead and second.lead.passes)
+
+
+def test_each_other_worker_begins_at_its_own_pass() -> None:
+    assert [found(index, 2, 1, alike=False).first for index in (0, 1)] == [2, 1]

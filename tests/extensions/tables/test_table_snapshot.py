@@ -104,8 +104,7 @@ def write(workspace: Path, number: int, frozen: Sequence[FrozenShard]) -> Manife
     return found
 
 
-@pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("name", "before", "after"), [("SGD", 2, 2), ("Adagrad", 2, 3), ("SparseAdam", 3, 1)])
 def test_rows_go_on_bit_for_bit_whatever_the_number_of_servers(
     tmp_path: Path, name: str, before: int, after: int
 ) -> None:
@@ -118,6 +117,12 @@ def test_rows_go_on_bit_for_bit_whatever_the_number_of_servers(
     settings = [replace(spec, optimizer=rule(cls, **{**more, "lr": 9.0})) for spec in specs[:1]] + specs[1:]
     fresh = Shelf(settings, after).refill(found)
     assert fresh.rows() == shelf.rows()
+    read = {}
+    for shard in range(before):
+        data = load_file(found.path / file_of(shard))
+        read |= {("words", i): row for i, row in zip(data["words/ids"].tolist(), data["words/values"].tolist())}
+    assert read.items() <= shelf.rows().items(), "safetensors itself reads the files"
+    assert len(read) == sum(name == "words" for name, _ in shelf.rows())
     for table in (tables[0] for tables in fresh.tables):
         table._use_optimizer(specs[0].optimizer)  # settings are the script's, whatever the snapshot has
     fresh.step = 5
@@ -156,16 +161,6 @@ def test_a_table_without_rows_is_kept_too(tmp_path: Path) -> None:
     assert load_file(found.path / file_of(1)).keys() == {"words/ids", "words/values"}
 
 
-def test_safetensors_reads_the_files(tmp_path: Path) -> None:
-    shelf = Shelf([WORDS], 2).push(4)
-    found = write(tmp_path, 1, shelf.freeze())
-    rows = {}
-    for shard in range(2):
-        data = load_file(found.path / file_of(shard))
-        rows |= {("words", i): row for i, row in zip(data["words/ids"].tolist(), data["words/values"].tolist())}
-    assert rows == shelf.rows()
-
-
 def test_who_has_no_memory_for_a_copy_goes_without_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf = Shelf([WORDS], 1).push(1)
 
@@ -194,8 +189,7 @@ def other_header(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"words/ids", b"words/idz"))
 
 
-@pytest.mark.parametrize("damage", [cut_short, flipped, other_header, Path.unlink])
-@pytest.mark.parametrize("shard", [0, 1])
+@pytest.mark.parametrize(("damage", "shard"), [(cut_short, 0), (flipped, 1), (other_header, 0), (Path.unlink, 1)])
 def test_a_damaged_file_of_a_table_gives_way_to_the_snapshot_before(
     tmp_path: Path, damage: Callable[[Path], None], shard: int
 ) -> None:
@@ -361,7 +355,7 @@ def test_a_job_with_a_store_takes_none_and_says_why() -> None:
     assert [drop.why for drop in archive.dropped] == ["pushes of table 'words' belong to no step of the model"]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1])
 def test_rows_are_frozen_behind_the_same_decision_as_the_model(seed: int) -> None:
     cluster, rows = ScriptedCluster(job(3, 1, 3), seed, STORM), dict[int, dict[int, float]]()
     archive = Archive(cluster)
