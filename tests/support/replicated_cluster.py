@@ -15,6 +15,8 @@ import faulty_cluster
 import torch
 from faulty_network import FaultyTransport, NetworkFaults
 from reports import FunctionSender
+from sim_processes import CrashableWaiter, WorkerProcess
+from sim_processes import Killed as WorkerKilled
 from simulation import SMALL, ScriptedWorker
 from torch import nn
 
@@ -206,17 +208,18 @@ class _Dying:
 
 
 class SimClientHost(ReplicaClientHost):
-    """A worker that looks for a server until one speaks."""
+    """A worker process that looks for a server until one speaks. Once it is dead it sends nothing."""
 
-    def __init__(self, cluster: "ReplicatedCluster", me: Address) -> None:
-        self.cluster, self.me = cluster, me
+    def __init__(self, cluster: "ReplicatedCluster", process: WorkerProcess) -> None:
+        self.cluster, self.process = cluster, process
 
     def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
-        self.cluster.transport.send(self.me, to, message)
+        if not self.process.dead:
+            self.cluster.transport.send(self.process.me, to, message)
 
     def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
-        sim = self.cluster.sim
-        sim.at(sim.now + 0.001, lambda: self.cluster.dial(connections, self.me, server, moves))
+        done = partial(connections.connected, moves=moves)
+        self.cluster.soon(0.001, lambda: self.cluster.dial(self.process, server, done))
 
     def on_change(self) -> None:
         pass
@@ -251,6 +254,8 @@ class ReplicatedCluster(faulty_cluster.FaultyCluster, ServerFactory):
         self.schema, self.map = self._plan()
         self.sim_servers = {}
         self.lifelines: dict[Address, ReplicaConnections] = {}
+        self.worker_processes: dict[Address, WorkerProcess] = {}
+        self.unfound: dict[WorkerProcess, set[Address]] = {}  # the servers to which a process has no connection yet
         servers = self.topology.servers(0)
         for me in servers:
             self.processes[me.index] = self.home[me] = Process(me.index)
@@ -289,25 +294,40 @@ class ReplicatedCluster(faulty_cluster.FaultyCluster, ServerFactory):
         primary.order("add_standby")
 
     def _make_client(self, me: Address) -> Client:
-        extensions = client_extensions(self.topology)
-        sender = FunctionSender(lambda to, x: lines.send(to, x))
-        client = Client(me, self.topology, sender, self.sim, extensions=extensions)
+        known = self.worker_processes.get(me)
+        process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
 
+        def say(to: Address, message: m.Message) -> None:
+            if process.over:
+                raise WorkerKilled
+            lines.send(to, message)
+
+        waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
+        client = Client(
+            me, self.topology, FunctionSender(say), waiter, incarnation=process.incarnation, extensions=extensions
+        )
         servers = dict.fromkeys((*client.channel.servers, client.channel.first_server))
-        lines = ReplicaConnections(servers, client, SimClientHost(self, me))
+        lines = ReplicaConnections(servers, client, SimClientHost(self, process), process.incarnation)
         self.lifelines[me] = lines
-        self.transport.attach(me, lines)
+        self.transport._residents[me] = lines
+        self.unfound[process] = set(servers)
         for server in servers:
             lines.begin(server)
-            self.transport.connect(me, server, "")
+            self.dial(process, server, self.unfound[process].discard)
         return client
 
-    def dial(self, lines: ReplicaConnections, me: Address, server: Address, moves: int) -> None:
-        if not self.home[server].alive:
-            self.sim.at(self.sim.now + 0.001, lambda: self.dial(lines, me, server, moves))
+    def soon(self, seconds: float, do: Callable[[], None]) -> None:
+        self.sim.at(self.sim.now + seconds, do)
+
+    def dial(self, process: WorkerProcess, server: Address, done: Callable[[Address], None]) -> None:
+        """Connect a worker process to a server, once it speaks somewhere."""
+        if process.dead:
             return
-        self.transport.connect(me, server, "")
-        lines.connected(server, moves)
+        if not self.home[server].alive:
+            self.soon(0.001, lambda: self.dial(process, server, done))
+            return
+        self.transport.connect(process.me, server, "")
+        done(server)
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 

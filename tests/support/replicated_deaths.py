@@ -5,27 +5,22 @@ played here, can also give a group up: it tells the coordinator, and tells it ag
 """
 
 import random
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from fault_trial import CrashableWaiter, Killed, WorkerProcess
+from fault_trial import Killed
 from faulty_cluster import SimWorker, parameters
-from replicated_cluster import ReplicatedCluster, SimClientHost
-from reports import FunctionSender
+from replicated_cluster import ReplicatedCluster
 from torch import nn
 
 from topotrain.config.job import Job
 from topotrain.config.sharding import SliceMap, cut
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
-from topotrain.core.client.client import Client
 from topotrain.core.model.schema import Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.extensions.elastic.membership_messages import GroupLeft
-from topotrain.extensions.replication.replica_connections import ReplicaConnections
-from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import LeaseIterator
 
@@ -41,23 +36,6 @@ def ledger(cells: int, shards: int) -> tuple[Schema, SliceMap]:
     return Schema(schema, (), spec.to_text(), slice_map.digest), slice_map
 
 
-class MortalClientHost(SimClientHost):
-    """The host of the client of one worker process. Once the process is dead it sends nothing."""
-
-    def __init__(self, cluster: "CrashableCluster", process: WorkerProcess) -> None:
-        super().__init__(cluster, process.me)
-        self.cluster: CrashableCluster = cluster
-        self.process = process
-
-    def send(self, to: Address, message: m.Message, wait: bool = False) -> None:
-        if not self.process.dead:
-            super().send(to, message)
-
-    def reconnect(self, connections: ReplicaConnections, server: Address, moves: int) -> None:
-        done = partial(connections.connected, moves=moves)
-        self.cluster._soon(0.001, lambda: self.cluster._dial(self.process, connections, server, done))
-
-
 class CrashableCluster(ReplicatedCluster):
     """Arguments as for ReplicatedCluster. batches: in all. deaths of workers: (moment, group, seconds away)."""
 
@@ -70,7 +48,6 @@ class CrashableCluster(ReplicatedCluster):
         again: int = 0,
         falls: tuple[tuple[float, int, float], ...] = (),
     ) -> None:
-        self.worker_processes: dict[Address, WorkerProcess] = {}
         self.batches, self.falls = batches, falls
         self.worker_deaths = 0
         self.gone: dict[int, int] = {}  # groups that are given up, and the first incarnation that is not
@@ -89,46 +66,6 @@ class CrashableCluster(ReplicatedCluster):
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def _make_client(self, me: Address) -> Client:
-        known = self.worker_processes.get(me)
-        process = self.worker_processes[me] = WorkerProcess(me, 0 if known is None else known.incarnation + 1)
-
-        def say(to: Address, message: m.Message) -> None:
-            if process.over:
-                raise Killed
-            lines.send(to, message)
-
-        waiter, extensions = CrashableWaiter(process, self.sim), client_extensions(self.topology)
-        client = Client(
-            me, self.topology, FunctionSender(say), waiter, incarnation=process.incarnation, extensions=extensions
-        )
-        servers = dict.fromkeys((*client.channel.servers, client.channel.first_server))
-
-        lines = ReplicaConnections(servers, client, MortalClientHost(self, process), process.incarnation)
-        self.lifelines[me] = lines
-        self.transport._residents[me] = lines
-        self.unfound: dict[WorkerProcess, set[Address]] = getattr(self, "unfound", {})
-        self.unfound[process] = set(servers)
-
-        for server in servers:
-            lines.begin(server)
-            self._dial(process, lines, server, self.unfound[process].discard)
-        return client
-
-    def _soon(self, seconds: float, do: Callable[[], None]) -> None:
-        self.sim.at(self.sim.now + seconds, do)
-
-    def _dial(
-        self, process: WorkerProcess, lines: ReplicaConnections, server: Address, done: Callable[[Address], None]
-    ) -> None:
-        if process.dead:
-            return
-        if not self.home[server].alive:
-            self._soon(0.001, lambda: self._dial(process, lines, server, done))
-            return
-        self.transport.connect(process.me, server, "")
-        done(server)
-
     def fall(self, group: int, away: float) -> None:
         """All processes of a group die; they come again after a while, or (away < 0) never."""
         if group in self.gone or all(self.worker_processes[me].over for me in self.topology.workers(group)):
@@ -141,9 +78,9 @@ class CrashableCluster(ReplicatedCluster):
                 self.transport.end({me})
         if away < 0:
             self.gone[group] = self.worker_processes[self.topology.workers(group)[0]].incarnation + 1
-            self._soon(0.02, lambda: self.miss(group))
+            self.soon(0.02, lambda: self.miss(group))
         else:
-            self._soon(0.004 + away, lambda: self._restart(group))
+            self.soon(0.004 + away, lambda: self._restart(group))
 
     def miss(self, group: int) -> None:
         """The launcher tells the coordinator that a group has gone."""

@@ -26,17 +26,15 @@ from topotrain.launch.runtime.server_composition import make_server
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
 
 
-def test_every_worker_is_live_until_a_group_is_started_again():
+def test_a_group_is_current_once_it_has_announced_itself_and_its_change_is_carried_out():
     members = Members((0, 1))
     assert not members.changed and all(map(members.is_current, (A, B, OTHER)))
+    assert members.is_empty(0, 0) and members.is_empty(0, 1)
     assert members.expect(0, 1) and members.changed
     assert not members.is_current(A) and not members.is_current(B) and members.is_current(OTHER)
-
-
-def test_a_worker_is_live_once_it_has_announced_itself_and_the_change_is_carried_out():
-    members = Members((0,))
-    members.expect(0, 1)
+    assert members.is_empty(0, 1) and members.is_empty(0, 2) and not members.is_empty(0, 0)
     members.join(A, 1)
+    assert not members.is_empty(0, 1) and members.is_empty(0, 2)
     assert not members.is_current(A) and members.pending() == [(0, 1)]
     assert members.restart(0, 1) == [A] and members.pending() == []
     assert members.is_current(A) and not members.is_current(B)
@@ -44,7 +42,7 @@ def test_a_worker_is_live_once_it_has_announced_itself_and_the_change_is_carried
     assert members.is_current(B)
 
 
-def test_a_change_may_be_carried_out_before_anybody_comes():
+def test_a_change_may_be_carried_out_before_any_worker_comes():
     members = Members((0,))
     assert members.restart(0, 1) == []
     assert not members.is_current(A) and not members.expect(0, 1)
@@ -64,6 +62,17 @@ def test_a_newer_incarnation_outdates_one_that_has_not_begun():
     assert not members.expect(0, 1), "numbers only rise"
 
 
+def test_one_worker_of_a_group_is_replaced_alone_and_then_the_whole_group():
+    members = Members((0,))
+    assert members.restart(A, 1) == [] and not members.is_current(A) and members.is_current(B)
+    members.join(A, 1)
+    assert members.is_current(A) and members.incarnation_of(A) == 1 and members.incarnation(0) == 0
+    assert members.expect(0, 2) and not members.is_current(A) and not members.is_current(B)
+    assert members.restart(0, 2) == []
+    members.join(A, 2)
+    assert members.is_current(A) and members.incarnation_of(A) == 2
+
+
 def test_what_the_desk_asks_comes_in_parts_and_back_whole():
     streams = list(range(2 * STREAMS + 1))
     asked, answers = count_requests(3, 2, streams), CoordinatorAnswers()
@@ -77,8 +86,7 @@ def test_what_the_desk_asks_comes_in_parts_and_back_whole():
         "the group comes back without a lease, too"
     )
 
-
-def test_an_answer_to_an_earlier_question_is_no_part_of_a_later_one():
+    # An answer to an earlier question is no part of a later one.
     answers, streams = CoordinatorAnswers(), list(range(STREAMS + 1))
     answers.add(count_requests(0, 1, streams)[0])
     assert answers.add(count_requests(0, 2, streams)[1]) is None
@@ -183,12 +191,3 @@ def test_the_end_of_a_replaced_process_does_not_count():
     server.handle(B, m.WorkerRejoined(1))
     server.lost(B)
     assert server.extension(GroupRestarts).members.newest(0) == 2
-
-
-def test_a_group_is_deserted_until_a_worker_of_the_next_incarnation_is_there():
-    members = Members((0, 1))
-    assert members.is_empty(0, 0) and members.is_empty(0, 1)
-    members.expect(0, 1)
-    assert members.is_empty(0, 1) and members.is_empty(0, 2) and not members.is_empty(0, 0)
-    members.join(A, 1)
-    assert not members.is_empty(0, 1) and members.is_empty(0, 2)

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from topotrain.config.job import Cluster, Compression, Job, OnFailure, Pull
 from topotrain.config.topology import Address, Role, layout
 from topotrain.extensions.elastic.eligibility import in_place_refusal
-from topotrain.extensions.elastic.membership import Members
 from topotrain.extensions.in_place_recovery.repeated_steps import MOST_SAMPLES, _loader_refusal
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest
 from topotrain.training.data.distributed_loader import DataPlan
@@ -107,17 +106,6 @@ def test_a_drawn_chunk_is_kept_for_a_worker_that_comes_back():
     assert queue.kept_chunks == 1, "what all have passed by more than one epoch is dropped"
     ((_, answer),) = queue.handle(B, DrawRequest(0, 0))
     assert answer.sizes == (), "no correct worker asks for it, and the queue has an answer"
-
-
-def test_one_worker_of_a_group_is_replaced_alone_and_then_the_whole_group():
-    members = Members((0,))
-    assert members.restart(A, 1) == [] and not members.is_current(A) and members.is_current(B)
-    members.join(A, 1)
-    assert members.is_current(A) and members.incarnation_of(A) == 1 and members.incarnation(0) == 0
-    assert members.expect(0, 2) and not members.is_current(A) and not members.is_current(B)
-    assert members.restart(0, 2) == []
-    members.join(A, 2)
-    assert members.is_current(A) and members.incarnation_of(A) == 2
 
 
 @pytest.mark.parametrize(

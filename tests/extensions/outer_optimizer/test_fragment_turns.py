@@ -1,6 +1,7 @@
 """Which fragment a worker pushes next: all in step after a return, and a late worker skips instead of waiting."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -164,36 +165,40 @@ def test_a_worker_that_comes_back_pushes_what_the_others_push(victim: int, overl
         assert not lost[:, [cell for cell in range(90) if cell % 3 != victim]].any()
 
 
-@pytest.mark.parametrize("fragments", [2, 3])
-def test_workers_that_lease_their_batches_stay_in_step(fragments: int) -> None:
-    """A slow worker rests where no batch is left, and others go on: it comes back to their fragment."""
-    job = replace(islands(3, 6, fragments), shard=Shard.kLease)
-    trial = IslandTrial(job, 100, speeds=(1.0, 0.6, 0.35), lease=True).run()
-    assert_in_turn(trial)
-    assert bool((trial.cells() == 1).all())
+def dies(n: int) -> list[Fault]:
+    return [Fault(1, at=(10.4 + n) * STEP_S, away=3 * STEP_S)]
 
 
-def test_a_worker_that_leases_and_dies_comes_back_in_step() -> None:
-    job = replace(islands(3, 6, 3), shard=Shard.kLease)
-    for n in seeds(6):
-        trial = IslandTrial(job, 120, [Fault(1, at=(10.4 + n) * STEP_S, away=3 * STEP_S)], lease=True).run()
-        assert_in_turn(trial)
-        assert int(trial.cells().max()) == 1
+def is_given_up_and_joins(n: int) -> list[Fault]:
+    away = Fault(1, at=(8.4 + n) * STEP_S, what=FaultKind.LOSE)
+    return [away, Fault(1, at=(15.7 + 2 * n) * STEP_S, what=FaultKind.JOIN)]
 
 
-@pytest.mark.parametrize("quorum", [0, 2])
-def test_a_worker_that_is_given_up_and_another_that_joins(quorum: int) -> None:
-    """The others go on, and the one that joins pushes what they push."""
-    job = replace(islands(3, 6, 3, quorum=quorum), shard=Shard.kLease)
-    for n in seeds(4):
-        away = Fault(1, at=(8.4 + n) * STEP_S, what=FaultKind.LOSE)
-        back = Fault(1, at=(15.7 + 2 * n) * STEP_S, what=FaultKind.JOIN)
-        trial = IslandTrial(job, 120, [away, back], lease=True).run()
-        assert [fault for _, fault in trial.log] == [away, back]
+@pytest.mark.parametrize(
+    ("fragments", "quorum", "speeds", "faults"),
+    [
+        # A slow worker rests where no batch is left, and others go on: it comes back to their fragment.
+        (2, 0, (1.0, 0.6, 0.35), lambda n: []),
+        (3, 0, (1.0, 0.6, 0.35), lambda n: []),
+        (3, 0, (), dies),
+        (3, 0, (), is_given_up_and_joins),
+        (3, 2, (), is_given_up_and_joins),
+    ],
+)
+def test_workers_that_lease_their_batches_stay_in_step(
+    fragments: int, quorum: int, speeds: tuple[float, ...], faults: Callable[[int], list[Fault]]
+) -> None:
+    job = replace(islands(3, 6, fragments, quorum=quorum), shard=Shard.kLease)
+    for n in seeds(4) if faults(0) else [0]:
+        trial = IslandTrial(job, 120, faults(n), speeds, lease=True).run()
+        assert [fault for _, fault in trial.log] == faults(n)
         if not quorum:
             assert_in_turn(trial)
-        assert int(trial.cells().max()) == 1
-        assert any(1 in each.weights for each in trial.rounds if each.time > back.at)
+        counted = trial.cells()
+        assert int(counted.max()) == 1, "counted twice"
+        assert faults(n) or bool((counted == 1).all())
+        if len(faults(n)) == 2:
+            assert any(1 in each.weights for each in trial.rounds if each.time > faults(n)[1].at)
 
 
 # --- a quorum --------------------------------------------------------------------------------------------------------
