@@ -470,61 +470,46 @@ def test_a_snapshot_at_the_end_has_a_masters_final_values_once():
 
 
 def test_an_announcement_that_is_sent_again_freezes_no_server_again():
-    cluster = ScriptedCluster(job(2, 1, 2, nserver_groups=2), 1, VIEWS, DOUBLE)
-    archive = Archive(cluster)
     heard: list[int] = []
-
-    def repeat(sender: Address, to: Address, message: m.Message) -> None:
-        if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
-            heard.append(message.number)
-            cluster.sim.at(cluster.sim.now + 0.5, lambda: cluster.sim_servers[to].handle(sender, message))
-
-    cluster.transport.observers.append(repeat)
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        if worker.me.group == 0:
-            archive.ask()
-        for _ in range(4):
-            worker.step(worker.numbers())
-            worker.sleep(0.3, 0.3)
-        worker.finish()
-
     frozen: list[tuple[Address, int]] = []
-    for me, sim_server in cluster.sim_servers.items():
-        snapshots = snapshots_of(sim_server.server)
-        freeze = snapshots.freeze
 
-        def noted(*args, me=me, snapshots=snapshots, freeze=freeze) -> None:
-            if snapshots._due:
-                frozen.append((me, snapshots._due))
-            freeze(*args)
+    def watch(cluster: ScriptedCluster) -> None:
+        def repeat(sender: Address, to: Address, message: m.Message) -> None:
+            if isinstance(message, SnapshotPart) and message.stage == CUT and not heard:
+                heard.append(message.number)
+                cluster.sim.at(cluster.sim.now + 0.5, lambda: cluster.sim_servers[to].handle(sender, message))
 
-        snapshots.freeze = noted
-    cluster.play(script)
-    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in cluster.sim_servers)
+        cluster.transport.observers.append(repeat)
+        for me, sim_server in cluster.sim_servers.items():
+            snapshots = snapshots_of(sim_server.server)
+
+            def noted(*args, me=me, snapshots=snapshots, freeze=snapshots.freeze) -> None:
+                if snapshots._due:
+                    frozen.append((me, snapshots._due))
+                freeze(*args)
+
+            snapshots.freeze = noted
+
+    def before(step, archive):
+        if step == -1:
+            watch(archive.cluster)
+        if step == 0:
+            archive.ask()
+
+    found = Played(job(2, 1, 2, nserver_groups=2), before=before, pause=0.3, schema=DOUBLE)
+    assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in found.cluster.sim_servers)
 
 
 @pytest.mark.parametrize("broken", [0, 1], ids=["group 0", "group 1"])
 def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing_else(broken):
-    cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2), 1, VIEWS, DOUBLE)
-    archive = Archive(cluster)
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        if worker.me.group == 0:
+    def before(step, archive):
+        if step == 3:
+            snapshots = snapshots_of(archive.cluster.server(broken, 0))
+            snapshots._freezer = Broken(snapshots._freezer)
+        if step in (0, 4):
             archive.ask()
-        for step in range(6):
-            worker.step(worker.numbers())
-            if step == 0 and worker.me.group == broken:
-                snapshots = snapshots_of(cluster.server(broken, 0))
-                snapshots._freezer = Broken(snapshots._freezer)
-            worker.sleep(0.1, 0.1)
-            if worker.me.group == 0 and step == 3:
-                archive.ask()
-        worker.finish()
 
-    cluster.play(script)
+    archive = Played(job(2, 1, 1, nserver_groups=2), steps=lambda group: 6, before=before, schema=DOUBLE).archive
     assert len(archive.published) + len(archive.dropped) == 2
     assert [drop.why for drop in archive.dropped] == ["state of no known form"]
 
