@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_schedule import FaultKind
+from fault_schedule import Fault, FaultKind
 from island_trial import IslandTrial, trains_alone
-from seeded_runs import LAYOUTS, prepared, run_trial, schedule_of
+from seeded_runs import LAYOUTS, TrialVerdict, prepared, run_trial, schedule_of
+from seeds import seeds
 
 from topotrain.config.job import Keep
 from topotrain.core.protocol import StepDecision
@@ -27,67 +28,46 @@ ISLANDS = tuple(name for name, job in LAYOUTS.items() if trains_alone(job))
 """The layouts in which workers make several steps between two rounds."""
 
 
-def verdict_of(name: str, seed: int) -> Any:
+def verdict_of(name: str, seed: int) -> TrialVerdict:
     return run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
 
 
-def kinds(workers: int) -> set[tuple[bool, bool]]:
-    """With and without a quorum, with and without fragments: the layouts with so many workers in a group or more."""
-    clusters = [LAYOUTS[name].cluster for name in ISLANDS]
-    return {(each.quorum > 0, each.fragments > 1) for each in clusters if each.nworkers_per_group >= workers}
-
-
-def test_there_are_layouts_with_and_without_a_quorum_and_fragments() -> None:
-    assert len(kinds(1)) == len(kinds(2)) == 4
-
-
-@pytest.mark.parametrize("name", ["islands", "islands of pairs", "islands of three"])
-def test_a_seed_is_one_run_also_where_workers_measure_their_steps(name: str) -> None:
-    assert verdict_of(name, 3) == verdict_of(name, 3)
-
-
-def test_single_workers_of_groups_lag_and_lose_each_other() -> None:
-    verdicts = [verdict_of("islands of pairs", seed) for seed in range(20)]
-    happened = [
-        fault
-        for verdict in verdicts
-        for fault, moment in zip(verdict.schedule.faults, verdict.moments, strict=True)
-        if moment is not None
-    ]
-    assert any(fault.what is FaultKind.LAG for fault in happened)
-    assert any(fault.what is FaultKind.CUT and fault.peer >= 0 for fault in happened)
-    assert any(fault.what is FaultKind.KILL and fault.index == 1 for fault in happened)
-
-
-@pytest.mark.parametrize("name", ISLANDS)
-def test_no_step_is_lost_or_counted_twice(name: str) -> None:
-    kills = crashes = snapshots = 0
-    # A step of a group has several messages for each of its workers.
-    for seed in range(25 if LAYOUTS[name].cluster.nworkers_per_group == 1 else 12):
-        verdict = verdict_of(name, seed)
-        assert not verdict.wrong, f'tests/support/simulate.py --seed {seed} --layout "{name}": {verdict.wrong}'
-        kills, crashes, snapshots = kills + verdict.kills, crashes + verdict.crashes, snapshots + verdict.snapshots
-    assert crashes and snapshots
-    assert kills or name == "islands in step", "workers die where they can start again"
-
-
-def short_epochs(name: str, seed: int) -> Any:
+def short_epochs(name: str, seed: int) -> TrialVerdict:
     """A worker makes two steps in an epoch, and three or more between two pushes."""
     job = LAYOUTS[name]
     schedule = replace(schedule_of(job, name, seed), batches=2 * job.cluster.nworker_groups, epochs=6)
     return run_trial(job, name, seed, schedule)
 
 
-@pytest.mark.parametrize(
-    "name", ["islands of a quorum", "islands that wait", "islands of three", "islands of pairs that wait"]
-)
-def test_what_no_round_has_counted_is_read_again_in_the_epochs_behind(name: str) -> None:
-    modes, kills = set(), 0
-    for seed in range(12):
-        verdict = short_epochs(name, seed)
-        assert not verdict.wrong, (seed, verdict.wrong)
-        modes, kills = modes | {verdict.schedule.mode}, kills + verdict.kills
-    assert modes == {"lease", "static"} and kills
+def test_no_step_is_lost_or_counted_twice_and_a_seed_is_one_run() -> None:
+    counts, happened = [0, 0, 0], list[Fault]()
+    for name in ISLANDS:
+        for seed in seeds(40):
+            verdict = verdict_of(name, seed)
+            assert not verdict.wrong, f'tests/support/simulate.py --seed {seed} --layout "{name}": {verdict.wrong}'
+            each = (verdict.kills, verdict.crashes, verdict.snapshots)
+            counts = [before + more for before, more in zip(counts, each, strict=True)]
+            moments = zip(verdict.schedule.faults, verdict.moments, strict=True)
+            happened += [fault for fault, moment in moments if moment is not None]
+        assert verdict == verdict_of(name, seed), "also where workers measure their steps"
+    assert all(counts)
+    # Single workers of groups lag, die, and lose each other.
+    assert any(fault.what is FaultKind.LAG for fault in happened)
+    assert any(fault.what is FaultKind.CUT and fault.peer >= 0 for fault in happened)
+    assert any(fault.what is FaultKind.KILL and fault.index == 1 for fault in happened)
+    for workers in (1, 2):
+        clusters = [LAYOUTS[name].cluster for name in ISLANDS if LAYOUTS[name].cluster.nworkers_per_group >= workers]
+        assert len({(each.quorum > 0, each.fragments > 1) for each in clusters}) == 4
+
+
+def test_what_no_round_has_counted_is_read_again_in_the_epochs_behind() -> None:
+    modes = set[str]()
+    for name in ("islands of a quorum", "islands that wait", "islands of three", "islands of pairs that wait"):
+        verdicts = [short_epochs(name, seed) for seed in seeds(12)]
+        assert not any(verdict.wrong for verdict in verdicts), name
+        assert sum(verdict.kills for verdict in verdicts), name
+        modes |= {verdict.schedule.mode for verdict in verdicts}
+    assert modes == {"lease", "static"}
 
 
 @pytest.mark.parametrize("seed", [5726, 6014])
@@ -212,34 +192,6 @@ def means_of_others_left_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GroupReduction, "wait_means", waiting)
 
 
-MUTANTS = [
-    (taken_by_each_worker_when_it_has_them, "islands of pairs"),
-    (pushed_by_each_worker, "islands of pairs in step"),
-    (pushed_by_each_worker, "islands of three"),
-    (next_fragment_as_each_worker_knows_it, "islands of pairs"),
-    (means_of_others_left_out, "islands of pairs that wait"),
-    (other_members_on_a_shard, "islands of pairs in step"),
-    (base_not_moved, "islands of pairs"),
-    (sent_forgotten, "islands of a quorum"),
-    (sent_forgotten, "islands that wait"),
-    (late_counted_twice, "islands"),
-    (nobody_awaited, "islands in step"),
-    (other_members_on_a_shard, "islands of a quorum"),
-    (other_members_on_a_shard, "islands in step"),
-    (base_not_moved, "islands"),
-    (base_not_moved, "islands in step"),
-    (shards_in_any_order, "islands in step"),
-]
-
-
-@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{row[0].__name__}, {row[1]}" for row in MUTANTS])
-def test_each_rule_of_rounds_is_needed(
-    mutant: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    assert any(verdict_of(name, seed).wrong for seed in range(20)), "it makes no difference"
-
-
 def state_not_held_back(patch: pytest.MonkeyPatch) -> None:
     """A worker saves the state of an epoch although batches of the one before do not count yet."""
     patch.setattr(Worker, "first_uncounted", lambda self, epoch: epoch)
@@ -256,12 +208,33 @@ def epoch_forgotten_when_read(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Epoch, "close", forget)
 
 
-@pytest.mark.parametrize("mutant", [state_not_held_back, epoch_forgotten_when_read])
-def test_each_rule_about_epochs_behind_is_needed(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+MUTANTS = [
+    (taken_by_each_worker_when_it_has_them, "islands of pairs"),
+    (pushed_by_each_worker, "islands of pairs in step"),
+    (pushed_by_each_worker, "islands of three"),
+    (next_fragment_as_each_worker_knows_it, "islands of pairs"),
+    (means_of_others_left_out, "islands of pairs that wait"),
+    (base_not_moved, "islands of pairs"),
+    (base_not_moved, "islands in step"),
+    (sent_forgotten, "islands of a quorum"),
+    (sent_forgotten, "islands that wait"),
+    (late_counted_twice, "islands"),
+    (nobody_awaited, "islands in step"),
+    (other_members_on_a_shard, "islands of a quorum"),
+    (other_members_on_a_shard, "islands of pairs in step"),
+    (shards_in_any_order, "islands in step"),
+    (state_not_held_back, "islands that wait"),
+    (epoch_forgotten_when_read, "islands that wait"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{row[0].__name__}, {row[1]}" for row in MUTANTS])
+def test_each_rule_of_rounds_is_needed(
+    mutant: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    assert any(short_epochs("islands that wait", seed).wrong for seed in range(20)), "it makes no difference"
+    run = short_epochs if "epoch" in str(mutant.__doc__) else verdict_of
+    assert any(run(name, seed).wrong for seed in range(20)), "it makes no difference"
 
 
 def test_blended_steps_are_no_ledger() -> None:

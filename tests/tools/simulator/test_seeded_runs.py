@@ -8,6 +8,7 @@ from fault_schedule import ANY, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
 from living_objects import living
 from seeded_runs import LAYOUTS, chosen, prepared, run_seeds, run_trial, schedule_of, shrink
+from seeds import SOAK
 
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.core import protocol as m
@@ -27,11 +28,11 @@ from topotrain.training.data.lease_queue import LeaseQueue, _Epoch, _over
 pytestmark = [pytest.mark.simulated, pytest.mark.usefixtures("on_one_core")]
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_every_seed_counts_every_batch_once(part):
+def test_every_seed_counts_every_batch_once():
+    """One seed of each layout, and 200 of all in `make soak`."""
     kills = snapshots = moves = 0
     happened = set()
-    for verdict in run_seeds(range(50 * part, 50 * part + 50)):
+    for verdict in run_seeds(range(200 if SOAK else len(LAYOUTS))):
         assert not verdict.wrong, f"tests/support/simulate.py --seed {verdict.seed}: {verdict.wrong}"
         kills += verdict.kills
         snapshots += verdict.snapshots
@@ -40,18 +41,14 @@ def test_every_seed_counts_every_batch_once(part):
         happened |= {fault.what for fault in came} | {fault.what.value for fault in came if fault.incarnation == ANY}
     assert kills >= 25 and snapshots and moves
     assert happened >= {FaultKind.FORK, "kill", "crash"}
-
-
-def test_a_seed_is_one_rehearsal():
-    one, two = (next(run_seeds([29])) for _ in range(2))
-    assert one == two and one.messages > 50
+    assert verdict == next(run_seeds([verdict.seed])) and verdict.messages > 50
 
 
 def test_nothing_is_left_of_a_seed():
     """Thousands run in one process. torch keeps an error that ends a worker in its backward."""
     name, kinds = "islands of pairs", ("IslandTrial", "Client", "Simulation")
     before = living(*kinds)
-    verdicts = list(run_seeds(range(10), LAYOUTS[name], name))
+    verdicts = list(run_seeds(range(4), LAYOUTS[name], name))
     assert sum(verdict.kills for verdict in verdicts) >= 3
     assert living(*kinds) <= before
 
