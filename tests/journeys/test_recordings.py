@@ -15,14 +15,14 @@ from job_runner import PROGRAMS, JobRunner
 from killed_jobs import resumed, terminated
 from unit_hosts import Job, wait
 
-from tests.support.recorded_jobs import history
+from tests.support.recorded_jobs import history, read_recording
 from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery.job_registry import Registry
 from topotrain.core.events import Output, StepDone
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-from topotrain.tools.recording.recording_file import FILE, read_recording
+from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = pytest.mark.journey
 

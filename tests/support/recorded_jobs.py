@@ -14,8 +14,8 @@ from topotrain.core import events
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.job_recorder import JobRecorder, JobStart
-from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
+from topotrain.tools.recording.job_recorder import JobRecorder, header_of
+from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent, from_line
 
 WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0", "worker 1/1")
 SERVERS = ("server 0/0", "server 0/1")
@@ -43,7 +43,13 @@ def report_of(topology: Topology) -> Report:
 
 def header(started: float = STARTED, resumed: bool = False, **fields: Any) -> RecordingHeader:
     job = job_of(**fields)
-    return JobStart(job, layout(job.cluster), started, resumed).header
+    return header_of(job, layout(job.cluster), started, resumed)
+
+
+def read_recording(path: Path) -> list[TimedEvent]:
+    """The events of the whole lines of a recording, without its newest samples."""
+    lines = path.read_text(errors="replace").split("\n")[:-1]
+    return [timed for line in lines if (timed := from_line(line)) is not None]
 
 
 def step(

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from topotrain.core.events import Event, Exited, Finished, Recovered, Started, StepDone
 
@@ -109,9 +108,7 @@ class FaultInjector:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         # The thread may be waiting for any of the three.
         self._began.set()

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_jobs import history, job_of, recorder_of, step
+from tests.support.recorded_jobs import history, job_of, read_recording, recorder_of, step
 from topotrain.config.topology import layout
 from topotrain.core import events
 from topotrain.tools.recording.job_recorder import JobRecorder
-from topotrain.tools.recording.recording_file import FILE, read_recording
+from topotrain.tools.recording.recording_file import FILE
 
 
 def lines(folder: Path) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.test_events import EXAMPLES
-from tests.support.recorded_jobs import STARTED, Clock, header, history, recordings, step
+from tests.support.recorded_jobs import STARTED, Clock, header, history, read_recording, recordings, step
 from topotrain.core import events
 from topotrain.core.events import EVENTS, Event, Notifier, Output
 from topotrain.tools.recording import recorded_lines, recording_file
@@ -32,7 +33,6 @@ from topotrain.tools.recording.recording_file import (
     FILE,
     RecordingFollower,
     RecordingWriter,
-    read_recording,
 )
 
 
@@ -268,7 +268,8 @@ def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st
     cut = data.draw(st.integers(0, len(whole)))
     path = _temporary(whole[:cut])
     complete = whole[:cut].count(b"\n")
-    found = list(read_recording(path))
+    with closing(RecordingFollower(path)) as follower:
+        found = follower.poll()
     assert [repr(each) for each in found] == [repr(from_line(line.decode())) for line in lines[:complete]]
     made = history(*found)
     assert made.has_job is (complete > 0)

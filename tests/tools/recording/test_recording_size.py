@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_jobs import day, header, history, servers_of
+from tests.support.recorded_jobs import day, header, history, read_recording, servers_of
 from topotrain.tools.recording.recorded_lines import TimedEvent, to_line
-from topotrain.tools.recording.recording_file import FILE, RecordingFile, read_recording
+from topotrain.tools.recording.recording_file import FILE, RecordingFile
 from topotrain.tools.recording.sample_slots import SAMPLES_PER_S, WHOLE_S, SampleSlots
 
 LINE_BYTES = 400

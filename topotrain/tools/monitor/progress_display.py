@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from threading import Event as Flag
 from threading import RLock, Thread
 from time import monotonic
-from types import TracebackType
 from typing import IO, Self
 
 from rich.console import Console
@@ -63,9 +62,7 @@ class QuietProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._name_slow()
 
     def wait(self) -> LongestWait | None:
@@ -120,9 +117,7 @@ class PlainProgress(QuietProgress):
         # A log of a night would have thousands of lines otherwise.
         return min(max(LINE_EVERY, self._last_line / _SHARE), LINE_AT_MOST_EVERY)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if any(each.word != "starting" for each in self.report.states.workers()):  # a refused job has no progress
             self._line()
         self._name_slow()

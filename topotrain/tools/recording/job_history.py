@@ -14,7 +14,6 @@ from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryE
 from topotrain.tools.recording.job_curves import JobCurves
 from topotrain.tools.recording.job_summary import JobFigures
 from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
-from topotrain.tools.recording.recorded_layout import RecordedLayout
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 
 VIEW_VERSION = 1
@@ -174,7 +173,7 @@ class JobHistory:
             # The time in between is cut out: nothing happens in it on any curve.
             self._start = HistoryStart(self._number - 1, self._job.at, header.started, header.resumed)
         self._job.begin(header, self._start.at + at)
-        self._processes.use(RecordedLayout(header.layout), self._job.at)
+        self._processes.use(header.layout, self._job.at)
         self._changed = self._number
         for process in self._processes.all():
             # The servers inside it may be new.

@@ -2,11 +2,8 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, Self
 
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES
@@ -23,49 +20,34 @@ from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.recording_file import FILE, RecordingWriter
 
 
-@dataclass(frozen=True)
-class JobStart:
-    """One start of a job.
+def header_of(
+    job: Job, topology: Topology, started: float, resumed: bool = False, hosts: Sequence[str] = ()
+) -> RecordingHeader:
+    """Return the header of a start of a job.
+
+    The arguments of the program are not in it: a recording may be shown to others.
 
     started: seconds since 1970. resumed: the job goes on from a snapshot. hosts: the names of the units' hosts, by
     rank; empty: all run here.
     """
+    from importlib.metadata import version
 
-    job: Job
-    topology: Topology
-    started: float
-    resumed: bool = False
-    hosts: Sequence[str] = ()
-
-    def after(self, event: Resized) -> "JobStart":
-        """Return the same start with the layout that it has from this event on."""
-        return replace(self, topology=resized_layout(self.topology, event.workers))
-
-    @cached_property
-    def header(self) -> RecordingHeader:
-        """The header.
-
-        The arguments of the program are not in it: a recording may be shown to others.
-        """
-        from importlib.metadata import version
-
-        described: dict[str, Any] = {
-            "name": self.job.name,
-            "framework": self.topology.framework,
-            "workspace": self.job.workspace,
-            "program": self.job.program,
-            "block": job_file.dumps_cluster(self.topology.cluster),
-        }
-        bound = self.topology.cluster.max_staleness
-        if bound is not None:
-            described["staleness_bound"] = bound
-        return RecordingHeader(
-            topotrain=version("topotrain"),
-            started=self.started,
-            resumed=self.resumed,
-            job=described,
-            layout=layout_data(self.topology, self.hosts),
-        )
+    described: dict[str, Any] = {
+        "name": job.name,
+        "framework": topology.framework,
+        "workspace": job.workspace,
+        "program": job.program,
+        "block": job_file.dumps_cluster(topology.cluster),
+    }
+    if topology.cluster.max_staleness is not None:
+        described["staleness_bound"] = topology.cluster.max_staleness
+    return RecordingHeader(
+        topotrain=version("topotrain"),
+        started=started,
+        resumed=resumed,
+        job=described,
+        layout=layout_data(topology, hosts),
+    )
 
 
 class JobRecorder(JobWatch, Notifier):
@@ -82,7 +64,7 @@ class JobRecorder(JobWatch, Notifier):
         self._job: Job | None = None
         self._topology: Topology | None = None
         self._led: tuple[bool, Sequence[str]] | None = None
-        self._start: JobStart | None = None
+        self._started = 0.0
         self._writer: RecordingWriter | None = None
         self._notices: list[Notice] = []
         self._empty = JobHistory()
@@ -95,7 +77,7 @@ class JobRecorder(JobWatch, Notifier):
 
     def begin(self, job: Job, topology: Topology) -> None:
         """Name the job; it is recorded if this process leads it."""
-        self._job, self._topology = job, topology
+        self._topology, self._job = topology, job  # in this order: another thread looks at the job first
         self._open()
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
@@ -105,22 +87,25 @@ class JobRecorder(JobWatch, Notifier):
 
     def _open(self) -> None:
         with self._lock:
-            job, topology, led = self._job, self._topology, self._led
-            if self._writer is None and job is not None and topology is not None and led is not None:
+            if self._writer is None and self._job is not None and self._led is not None:
                 # Absolute: the program of a notebook may change the folder.
-                path = Path(job.workspace).absolute() / FILE
-                self._start = JobStart(job, topology, time.time(), *led)
-                self._writer = RecordingWriter(path, self._start.header, time.monotonic, self, self._detailed)
+                path, self._started = Path(self._job.workspace).absolute() / FILE, time.time()
+                self._writer = RecordingWriter(path, self._header(), time.monotonic, self, self._detailed)
+
+    def _header(self) -> RecordingHeader:
+        assert self._job is not None
+        assert self._topology is not None
+        assert self._led is not None
+        return header_of(self._job, self._topology, self._started, *self._led)
 
     def __call__(self, event: Event) -> None:
-        writer, start = self._writer, self._start
-        if writer is not None and start is not None:
+        writer = self._writer
+        if writer is not None:
             writer.write(event)
-            if isinstance(event, Resized):
-                self._start = start.after(event)
-                writer.write(self._start.header)
-        elif isinstance(event, Resized) and self._topology is not None:
+        if isinstance(event, Resized) and self._topology is not None:
             self._topology = resized_layout(self._topology, event.workers)
+            if writer is not None:
+                writer.write(self._header())
 
     def notices(self) -> Sequence[Notice]:
         """Return what the user must know, once."""
@@ -145,7 +130,5 @@ class JobRecorder(JobWatch, Notifier):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end(None)

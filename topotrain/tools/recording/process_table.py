@@ -32,7 +32,7 @@ from topotrain.core.events import (
 )
 from topotrain.tools.recording.history_series import StateTrack
 from topotrain.tools.recording.process_figures import RateWindow, ServerFigures, WorkerFigures
-from topotrain.tools.recording.recorded_layout import RecordedLayout
+from topotrain.tools.recording.recorded_layout import residents
 
 _ENDED = {"finished": "finished", "away": "away"}
 
@@ -232,16 +232,16 @@ class ProcessTable:
     def group(self, number: int) -> Sequence[ProcessTrack]:
         return self._groups.get(number, ())
 
-    def use(self, layout: RecordedLayout, now: float) -> None:
-        """Use a layout from now on. The tracks of processes that stay are kept."""
+    def use(self, layout: Mapping[str, Any], now: float) -> None:
+        """Use a recorded layout from now on. The tracks of processes that stay are kept."""
         known, processes, self._groups = self._processes, dict[str, ProcessTrack](), {}
-        for address, unit, host in layout.residents():
+        for address, unit, host in residents(layout):
             name = str(address)
             track = processes[name] = known.get(name) or ProcessTrack(name, address, unit, host, now)
             track.place(unit, host)
             if not track.is_server:
                 self._groups.setdefault(address.group, []).append(track)
-        self.servers_in_workers = layout.servers_in_workers
+        self.servers_in_workers = layout.get("servers_in_workers") is True
         # Replaced as a whole: the thread that draws reads it without a lock.
         self._processes = processes
 

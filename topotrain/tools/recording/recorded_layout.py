@@ -27,24 +27,16 @@ def layout_data(topology: Topology, hosts: Sequence[str] = ()) -> dict[str, Any]
     }
 
 
-class RecordedLayout:
-    """A layout as a recording has it. Parts that cannot be read are left out."""
+def residents(layout: Mapping[str, Any]) -> Iterator[tuple[Address, int, str]]:
+    """Yield each worker and server of a recorded layout with its unit and its host.
 
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self._data = data
-
-    def residents(self) -> Iterator[tuple[Address, int, str]]:
-        """Yield each worker and server with its unit and its host."""
-        for unit in _dicts(self._data.get("units")):
-            rank, host = unit.get("rank"), str(unit.get("host", ""))
-            for role, name in ((Role.WORKER, "workers"), (Role.SERVER, "servers")):
-                for group, index in _pairs(unit.get(name)):
-                    yield Address(role, group, index), rank if isinstance(rank, int) else 0, host
-
-    @property
-    def servers_in_workers(self) -> bool:
-        """Whether servers have no process of their own."""
-        return self._data.get("servers_in_workers") is True
+    Parts that cannot be read are left out.
+    """
+    for unit in _dicts(layout.get("units")):
+        rank, host = unit.get("rank"), str(unit.get("host", ""))
+        for role, name in ((Role.WORKER, "workers"), (Role.SERVER, "servers")):
+            for group, index in _pairs(unit.get(name)):
+                yield Address(role, group, index), rank if isinstance(rank, int) else 0, host
 
 
 def _dicts(value: object) -> list[dict[str, Any]]:

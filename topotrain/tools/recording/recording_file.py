@@ -8,7 +8,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from threading import Event as Flag
@@ -244,14 +244,6 @@ class RecordingWriter:
         return file
 
 
-def read_recording(path: Path) -> Iterator[TimedEvent]:
-    """Yield the events of a recording. Raises RecordingError, or OSError."""
-    with os.fdopen(open_for_reading(path), "rb") as file:
-        lines = _Lines(file)
-        while chunk := lines.read():
-            yield from _events(chunk)
-
-
 class RecordingFollower:
     """Reads a recording while it is written.
 
@@ -261,7 +253,9 @@ class RecordingFollower:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: _Lines | None = None
+        self._file: BinaryIO | None = None
+        self._half = b""
+        """The beginning of a line that has not come whole yet."""
         self._inode = 0
         self._started: float | None = None
         self._seen, self._newest = SeenEvents(), NewestSamples(path)
@@ -273,7 +267,7 @@ class RecordingFollower:
         """
         found = self._read()
         with suppress(FileNotFoundError):
-            if self._lines is None or os.stat(self._path).st_ino != self._inode:
+            if self._file is None or os.stat(self._path).st_ino != self._inode:
                 # The former file has had its last line.
                 self.close()
                 self._open()
@@ -282,45 +276,21 @@ class RecordingFollower:
         return [timed for timed in found if self._seen.is_new(timed)]
 
     def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _open(self) -> None:
-        file = os.fdopen(open_for_reading(self._path), "rb")
-        self._inode = os.fstat(file.fileno()).st_ino
-        self._lines = _Lines(file)
+        self._file, self._half = os.fdopen(open_for_reading(self._path), "rb"), b""
+        self._inode = os.fstat(self._file.fileno()).st_ino
 
     def _read(self) -> list[TimedEvent]:
+        """Return the events of the whole lines that have come."""
         found: list[TimedEvent] = []
-        while self._lines is not None and (chunk := self._lines.read()):
-            found += list(_events(chunk))
+        while self._file is not None and (data := self._file.read(_READ_BYTES)):
+            *lines, self._half = (self._half + data).split(b"\n")
+            found += [timed for line in lines if line and (timed := from_line(line.decode(errors="replace")))]
         for timed in found:
             if isinstance(timed.event, RecordingHeader):
                 self._started = timed.event.started
         return found
-
-
-class _Lines:
-    """Whole lines of a file that grows."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._half = file, b""
-
-    def read(self) -> list[bytes]:
-        """Return the next lines; none at the end of the file."""
-        while data := self._file.read(_READ_BYTES):
-            *lines, self._half = (self._half + data).split(b"\n")
-            if lines:
-                return lines
-        return []
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _events(lines: list[bytes]) -> Iterator[TimedEvent]:
-    for line in lines:
-        timed = from_line(line.decode(errors="replace")) if line else None
-        if timed is not None:
-            yield timed

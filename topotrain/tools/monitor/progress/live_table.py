@@ -6,7 +6,6 @@ terminal is restored when the context ends, however the job ended.
 
 from collections.abc import Iterable
 from time import monotonic
-from types import TracebackType
 from typing import IO, Self
 
 from rich import box
@@ -55,9 +54,7 @@ class LiveTable(QuietProgress):
         self._live.start(refresh=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # The last drawing stays on the terminal, and waits for nothing.
         self._ended = monotonic()
         # First: what is printed after it stays below the table.

@@ -7,7 +7,7 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Resized
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
-from topotrain.tools.recording.recorded_layout import RecordedLayout, layout_data
+from topotrain.tools.recording.recorded_layout import layout_data
 
 
 class ProcessStates(ProcessTable):
@@ -24,7 +24,7 @@ class ProcessStates(ProcessTable):
 
     def _lay_out(self, topology: Topology, now: float) -> None:
         self.topology = topology
-        self.use(RecordedLayout(layout_data(topology)), now)
+        self.use(layout_data(topology), now)
 
     def shown(self) -> Sequence[ProcessTrack]:
         """Return the processes, without servers that have no process of their own."""
