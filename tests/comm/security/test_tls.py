@@ -1,8 +1,6 @@
 """TLS where other machines can reach: the same bytes for us, nothing for anybody else, and no way around it."""
 
-import json
 import os
-import shutil
 import socket
 import ssl
 import struct
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
 from seeds import examples
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
+from two_hosts import VirtualNetwork
 
 from topotrain.comm import router
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
@@ -557,98 +556,41 @@ def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
 
 # --- two machines ------------------------------------------------------------------------------------------------
 
-FAR, NEAR = "10.203.7.1", "10.203.7.2"
-
-LISTENING = """
-import sys
-from transport_pairs import *
-from topotrain.comm.transport.tcp import TcpTransport
-from topotrain.core.protocol import Values
-wire, here = TcpTransport(identity(), host=sys.argv[1]), Recorder()
-print(wire.attach(SERVER, here), flush=True)
-body = here.next().body
-wire.send(SERVER, WORKER, Values(0, body.numel(), 0, body=body * 2))
-print(here.end(), wire.refusals(), flush=True)
-wire.close()
-"""
-
-CALLING = """
-import json, socket, sys
-from transport_pairs import *
-from topotrain.comm.transport import TransportError
-from topotrain.comm.security.handshake import dial
-from topotrain.comm.transport.tcp import TcpTransport
-from topotrain.core.protocol import Values
-host, url = sys.argv[1], sys.stdin.readline().strip()
-port = int(url.rpartition(":")[2])
-said = []
-for attempt in (
-    lambda: dial(socket.create_connection((url[6:].partition(":")[0], port)), identity(), WORKER, SERVER, WAIT),
-    lambda: TcpTransport(identity(token=bytes(32)), host=host),
-    lambda: TcpTransport(identity(), host="0.0.0.0"),
-):
-    try:
-        attempt()
-        said.append("came in")
-    except TransportError as error:
-        said.append(str(error))
-wire, here = TcpTransport(identity(), host=host), Recorder()
-said.append(wire.attach(WORKER, here))
-wire.connect(WORKER, SERVER, url)
-body = torch.arange(1e6)
-wire.send(WORKER, SERVER, Values(0, body.numel(), 0, body=body))
-said.append(torch.equal(here.next().body, 2 * body))
-wire.close()
-print(json.dumps(said))
-"""
-
 
 @pytest.fixture
-def machines():
-    """Two network namespaces with a cable between them, at FAR and NEAR."""
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip` here (package iproute2), so no network namespaces")
-    names = [f"tls{os.getpid()}{side}" for side in "ab"]
-
-    def ip(*words, must=True):
-        done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=WAIT)
-        if must and done.returncode:
-            pytest.skip(f"no network namespaces here: ip {' '.join(words)}: {done.stderr.strip()}")
-
+def network():
+    laid = VirtualNetwork("tls")
     try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-        for name, address in zip(names, (FAR, NEAR)):
-            ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-            ip("-n", name, "link", "set", "cable", "up")
-        yield names
-    finally:
-        for name in names:
-            ip("netns", "delete", name, must=False)
+        laid.create()
+    except (OSError, subprocess.CalledProcessError) as error:
+        laid.remove()
+        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+    yield laid
+    laid.remove()
 
 
-@pytest.mark.journey
-def test_two_machines_talk_and_neither_takes_plain_messages(machines):
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'tests' / 'support'}:{ROOT}"}
+def test_two_machines_talk_and_neither_takes_plain_messages(network):
+    far, near = (network.run_on(n, partial(TcpTransport, identity(), host=network.addresses[n])) for n in (0, 1))
+    server, worker = Recorder(), Recorder()
+    url = network.run_on(0, lambda: far.attach(SERVER, server))
+    own = network.run_on(1, lambda: near.attach(WORKER, worker))
+    for said, address in zip((url, own), network.addresses, strict=True):
+        assert said.startswith(f"tls://{address}:")
 
-    def start(name, program, address):
-        command = ["ip", "netns", "exec", name, sys.executable, "-c", program, address]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    def plainly():
+        with socket.create_connection((network.addresses[0], port_of(url))) as sock:
+            return over(dial, sock, identity(), WORKER, SERVER, WAIT)()
 
-    with start(machines[0], LISTENING, FAR) as far, start(machines[1], CALLING, NEAR) as near:
-        try:
-            url = far.stdout.readline().strip()
-            assert url.startswith(f"tls://{FAR}:")
-            plain, secretless, everywhere, mine, same = json.loads(near.communicate(url, timeout=60)[0])
-            assert "closed the connection" in plain or "reset" in plain
-            assert "needs a secret" in secretless
-            assert "stands for every interface" in everywhere
-            assert mine.startswith(f"tls://{NEAR}:")
-            assert same is True
-            ended = far.communicate(timeout=60)[0]
-            assert "closed by the peer" in ended and "'STRANGER': " in ended
-        finally:
-            near.kill()
-            far.kill()
+    refused = network.run_on(1, plainly)
+    assert isinstance(refused, TransportError)
+    assert "closed the connection" in str(refused) or "reset" in str(refused)
+    network.run_on(1, lambda: near.connect(WORKER, SERVER, url))
+    body = torch.arange(1e6)
+    near.send(WORKER, SERVER, Values(0, body.numel(), 0, body=body))
+    assert torch.equal(server.next().body, body)
+    far.send(SERVER, WORKER, Values(0, body.numel(), 0, body=body * 2))
+    assert torch.equal(worker.next().body, body * 2)
+    near.close()
+    assert "closed by the peer" in server.end()
+    assert far.refusals()["STRANGER"] == 1
+    far.close()

@@ -319,6 +319,12 @@ def fence(language: str) -> str:
     return str(block)
 
 
+@pytest.fixture
+def python(warm_at: str) -> list[str]:
+    """What starts a Python that has torch already."""
+    return [sys.executable, "-I", "-S", str(ROOT / "tests" / "support" / "process_pool_client.py"), warm_at]
+
+
 def start(words: list[str], folder: Path, **environ: str) -> "subprocess.Popen[str]":
     """A process in a session of its own: its children go with it."""
     return subprocess.Popen(
@@ -349,13 +355,15 @@ def finish(processes: list["subprocess.Popen[str]"]) -> list[str]:
 
 
 @pytest.mark.journey
-def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(server: str, tmp_path: Path) -> None:
+def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(
+    server: str, python: list[str], tmp_path: Path
+) -> None:
     code = fence("python")
     assert "redis://127.0.0.1:6379/0" in code
     # The model holds the process group, and Gloo's threads can abort a Python that ends before them (with tcp://, too).
     code = code.replace("redis://127.0.0.1:6379/0", f"{server}/2") + "del model\n__import__('gc').collect()\n"
     (tmp_path / "page.py").write_text(code)
-    ranks = [start([sys.executable, "page.py"], tmp_path, RANK=str(rank)) for rank in range(2)]
+    ranks = [start([*python, "page.py"], tmp_path, RANK=str(rank)) for rank in range(2)]
     gradients = [float(text.split()[-1]) for text in finish(ranks)]
 
     torch.manual_seed(0)
@@ -370,11 +378,11 @@ def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(server: str, t
 
 
 @pytest.mark.journey
-def test_torchrun_starts_all_anew_after_a_worker_was_killed(server: str, tmp_path: Path) -> None:
+def test_torchrun_starts_all_anew_after_a_worker_was_killed(server: str, python: list[str], tmp_path: Path) -> None:
     _, *words = fence("sh").replace("127.0.0.1:6379", "").split()
     assert words[-1] == "train.py"
-    command = [sys.executable, "-m", "torch.distributed.run", *words[:-1], "--local-addr=127.0.0.1"]
-    program = [str(ROOT / "tests" / "programs" / "torch_elastic.py"), str(tmp_path), "--kill-at=3"]
+    command = [*python, "-m", "torch.distributed.run", *words[:-1], "--local-addr=127.0.0.1", "--no-python"]
+    program = [*python, str(ROOT / "tests" / "programs" / "torch_elastic.py"), str(tmp_path), "--kill-at=3"]
     # Without an endpoint, the URL with the password comes from the environment.
     environ = {"TOPOTRAIN_RENDEZVOUS": f"{server}/3"}
     texts = finish([start([*command, *program], tmp_path, **environ) for _ in range(2)])
