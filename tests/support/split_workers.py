@@ -1,12 +1,13 @@
-"""N workers of one group as threads of this process, which send through mailboxes; and graphs cut by hand."""
+"""N workers of one group as threads of this process, which send through mailboxes."""
 
 import copy
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,35 +16,10 @@ from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.parallel.placement.parameter_owners import divide
 from topotrain.parallel.program.build_program import program
-from topotrain.parallel.program.split_program import (
-    LayoutEdge,
-    LocationKind,
-    Program,
-    ProgramStep,
-    ResultRef,
-    StepKind,
-    SymbolicShape,
-    ValueLocation,
-)
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.local_model import localise
 from topotrain.parallel.runtime.program_runner import Runner
 from topotrain.parallel.runtime.worker_sync import WorkerSync
-
-BATCH, SAME, OWN, WHOLE = (
-    ValueLocation(LocationKind.BATCH),
-    ValueLocation(LocationKind.SAME),
-    ValueLocation(LocationKind.OWN),
-    ValueLocation(LocationKind.WHOLE),
-)
-
-
-def at(worker: int) -> ValueLocation:
-    return ValueLocation(LocationKind.AT, worker=worker)
-
-
-def feature(dim: int) -> ValueLocation:
-    return ValueLocation(LocationKind.FEATURE, dim=dim)
 
 
 class GroupMailboxes:
@@ -103,12 +79,6 @@ class WeightedSync(WorkerSync):
         return self._weight()
 
 
-def make_runner(
-    program: Program, model: nn.Module, channel: MailboxChannel, weight: Callable[[], float], *args: Any, **kwargs: Any
-) -> Runner:
-    return Runner(program, model, channel, *args, sync=WeightedSync(channel, weight), **kwargs)  # type: ignore[arg-type]
-
-
 def together(size: int, work: Callable[[MailboxChannel], Any], mailboxes: GroupMailboxes | None = None) -> list[Any]:
     """What each worker's `work` returns; raises the first error that is not a consequence of another's."""
     mailboxes = mailboxes or GroupMailboxes(size)
@@ -132,76 +102,6 @@ def together(size: int, work: Callable[[MailboxChannel], Any], mailboxes: GroupM
     if errors:
         raise (causes or errors)[0]
     return results
-
-
-class Cut:
-    """Builds a graph by hand: steps in order, a move where an argument is asked for in another layout."""
-
-    def __init__(self, workers: int) -> None:
-        self.workers, self.steps, self.edges = (
-            workers,
-            list[ProgramStep](),
-            dict[tuple[int, ValueLocation], LayoutEdge](),
-        )
-
-    def step(
-        self, kind: StepKind, target: Any, layout: ValueLocation, shape: SymbolicShape | None, *args: Any, **kwargs: Any
-    ) -> ResultRef:
-        number = len(self.steps)
-        random = kwargs.pop("random", False)
-        name = target if isinstance(target, str) else target.__name__
-        self.steps.append(
-            ProgramStep(number, name, kind, target, layout, args, kwargs, shape, random, f"net.py:{number + 1}")
-        )
-        return ResultRef(number)
-
-    def input(self, name: str, shape: SymbolicShape, layout: ValueLocation = BATCH) -> ResultRef:
-        return self.step(StepKind.INPUT, name, layout, shape)
-
-    def module(self, name: str, layout: ValueLocation, shape: SymbolicShape, *args: Any, **kwargs: Any) -> ResultRef:
-        return self.step(StepKind.MODULE, name, layout, shape, *args, **kwargs)
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        layout: ValueLocation,
-        shape: SymbolicShape | None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> ResultRef:
-        return self.step(StepKind.FUNCTION, function, layout, shape, *args, **kwargs)
-
-    def move(self, ref: ResultRef, target: ValueLocation) -> ResultRef:
-        step = self.steps[ref.number]
-        if step.layout == target:
-            return ref
-        edge = self.edges.setdefault(
-            (ref.number, target), LayoutEdge(len(self.edges), ref.number, step.layout, target, step.shape)
-        )
-        return replace(ref, edge=edge.number)
-
-    def program(self, output: Any) -> Program:
-        names = tuple(step.target for step in self.steps if step.kind is StepKind.INPUT)
-        return Program(self.workers, tuple(self.steps), tuple(self.edges.values()), names, output)
-
-
-def rows(*sizes: int, dtype: str = "float32") -> SymbolicShape:
-    """One row of these sizes for each sample."""
-    return SymbolicShape((0, *sizes), dtype, 0)
-
-
-NUMBER = SymbolicShape((), "float32")
-
-
-def mean_gradients(models: Sequence[nn.Module], weights: Sequence[float]) -> dict[str, torch.Tensor | None]:
-    """As servers would: the weighted mean over the workers, no gradient counts as zero."""
-    found: dict[str, torch.Tensor | None] = {}
-    for name, parameter in models[0].named_parameters():
-        grads = [dict(model.named_parameters())[name].grad for model in models]
-        terms = [grad * weight for grad, weight in zip(grads, weights, strict=True) if grad is not None]
-        found[name] = None if not terms else sum(terms[1:], terms[0]) / sum(weights)
-        assert parameter.requires_grad
-    return found
 
 
 @dataclass
@@ -239,6 +139,7 @@ class Group:
     ) -> None:
         self.size, self.lr, self.shares, self.mailboxes = len(shares), lr, shares, GroupMailboxes(len(shares))
         samples = samples or [len(share[0]) for share in shares]
+        first = max(range(self.size), key=lambda me: bool(samples[me]))  # whose share is an example
         self.weights = [float(count) for count in samples]
         self.models, self.runners, self.parts, self.divisions = [], [], [], []
         for me in range(self.size):
@@ -248,25 +149,34 @@ class Group:
             division = divide(mine, assigned, self.size)
             optimizer = torch.optim.SGD(mine.parameters(), lr=lr)
             self.parts.append(localise(mine, optimizer, division, me).parts.tensors)
-            self.program = program(captured, assigned, mine, shares[0], {}, samples[0], self.size)
+            self.program = program(captured, assigned, mine, shares[first], {}, samples[first], self.size)
             self.models.append(mine)
             self.divisions.append(division)
             chances = torch.Generator().manual_seed(7)
-            weight = partial(self.weights.__getitem__, me)
-            self.runners.append(
-                make_runner(self.program, mine, MailboxChannel(self.mailboxes, me), weight, generator=chances, **kwargs)
-            )
+            channel = MailboxChannel(self.mailboxes, me)
+            sync = WeightedSync(channel, partial(self.weights.__getitem__, me))
+            self.runners.append(Runner(self.program, mine, channel, sync=sync, generator=chances, **kwargs))  # type: ignore[arg-type]
+
+    def each(self, use: Callable[[Runner, tuple[Any, ...]], Any]) -> list[Any]:
+        """What `use` gives with each worker's runner and arguments; all that was sent has then been taken."""
+        found = together(self.size, lambda on: use(self.runners[on.me], self.shares[on.me]), self.mailboxes)
+        assert not any(len(store) for store in self.mailboxes.stores)
+        return found
 
     def step(self, loss: Callable[..., torch.Tensor]) -> float:
         """The group's loss; afterwards all parameters have moved as servers move them."""
 
-        def work(channel: MailboxChannel) -> float:
-            value = loss(self.runners[channel.me](*self.shares[channel.me]), *self.shares[channel.me])
+        def use(runner: Runner, share: tuple[Any, ...]) -> float:
+            value = loss(runner(*share), *share)
             value.backward()
             return value.item()
 
-        told = together(self.size, work, self.mailboxes)
-        assert not any(len(store) for store in self.mailboxes.stores)  # all that was sent has been taken
+        told = self.each(use)
+        self.move()
+        return sum(w * v for w, v in zip(self.weights, told, strict=True) if w) / sum(self.weights)
+
+    def move(self) -> None:
+        """Move the parameters by their gradients, as servers would."""
         counts = [runner.counts for runner in self.runners]
         with torch.no_grad():
             for entry in zip(*self.parts, strict=True):
@@ -282,7 +192,6 @@ class Group:
                     if not held.is_meta:
                         held.add_(gradient, alpha=-self.lr)
                         held.grad = None
-        return sum(w * v for w, v in zip(self.weights, told, strict=True) if w) / sum(self.weights)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The whole model's, put together."""
@@ -292,3 +201,46 @@ class Group:
             held = [next(p for p in next(entries) if not p.is_meta).detach() for _ in whole.shares]
             found[whole.names[0]] = held[0] if len(held) == 1 else torch.cat(held, whole.shares[0].dim)
         return found
+
+
+def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
+    return output.square().mean()
+
+
+def learns_the_same(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    shares: Sequence[tuple[Any, ...]],
+    loss: Callable[..., torch.Tensor] = squares,
+    steps: int = 2,
+    exactly: bool = False,
+    seed: int | None = None,
+    **settings: Any,
+) -> Group:
+    """The group learns what the whole model learns from all samples that count; return the group.
+
+    seed: of the dropout masks of both.
+    """
+    group = Group(model, blocks, shares, **settings)
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=group.lr)
+    counting = [share for share, weight in zip(shares, group.weights, strict=True) if weight]
+    whole = [torch.cat([share[k] for share in counting]) for k in range(len(shares[0]))]
+    for step in range(steps):
+        if seed is not None:
+            for runner in group.runners:
+                runner._generator = torch.Generator().manual_seed(seed + step)
+        told = group.step(loss)
+        optimizer.zero_grad()
+        if seed is not None:
+            torch.manual_seed(seed + step)
+        value = loss(model(*whole), *whole)
+        value.backward()
+        optimizer.step()
+        assert told == pytest.approx(value.item(), rel=2e-6)
+    found = group.parameters()
+    for name, tensor in model.named_parameters():
+        assert found[name].shape == tensor.shape
+        error = (found[name] - tensor).abs().max().item()
+        assert error <= (0.0 if exactly else 2e-6 * max(1.0, tensor.abs().max().item())), (name, error)
+    return group

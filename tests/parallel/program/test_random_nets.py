@@ -1,6 +1,5 @@
 """Nets cut in any way, with the moves that the inference puts in, learn what the whole ones learn."""
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from seeds import SOAK
-from split_workers import Block, Group
+from split_workers import Block, Group, learns_the_same, squares
 from torch import nn
 
 
@@ -131,10 +130,6 @@ def pairs(n: int) -> tuple[Any, ...]:
     return torch.randn(n, 5), torch.randn(n, 3)
 
 
-def squares(output: torch.Tensor, *_: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
 def both(output: dict[str, Any], *_: Any) -> torch.Tensor:
     return output["joined"].square().mean() + output["near"][0].square().mean() + output["near"][1].abs().mean()
 
@@ -147,33 +142,10 @@ NETS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Any, ...]], Callabl
 }
 
 
-def learns_the_same(
-    name: str, blocks: list[Block], counts: list[int], steps: int = 2, exactly: bool = False, **settings: Any
-) -> Group:
+def same(name: str, places: dict[str, int], counts: list[int], **settings: Any) -> None:
     make, data, loss = NETS[name]
     torch.manual_seed(3)
-    model, shares = make(), [data(count) for count in counts]
-    group = Group(model, blocks, shares, **settings)
-    model = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=group.lr)
-    whole = [torch.cat([share[k] for share in shares]) for k in range(len(shares[0]))]
-    for _ in range(steps):
-        told = group.step(loss)
-        optimizer.zero_grad()
-        value = loss(model(*whole), *whole)
-        value.backward()
-        optimizer.step()
-        assert told == pytest.approx(value.item(), rel=1e-6)
-    found = group.parameters()
-    for parameter, tensor in model.named_parameters():
-        assert_near(found[parameter], tensor, exactly)
-    return group
-
-
-def assert_near(found: torch.Tensor, expected: torch.Tensor, exactly: bool = False) -> None:
-    assert found.shape == expected.shape
-    error = (found - expected).abs().max().item()
-    assert error <= (0.0 if exactly else 1e-6 * max(1.0, expected.abs().max().item())), error
+    learns_the_same(make(), blocks_of(places), [data(count) for count in counts], loss, **settings)
 
 
 def blocks_of(places: dict[str, int]) -> list[Block]:
@@ -204,14 +176,14 @@ def test_any_placement(name, data):
         leaf: data.draw(st.sampled_from([-2, *range(workers)]), label=leaf) for leaf in tied if leaf in leaves(name)
     }
     micros = data.draw(st.integers(1, 3), label="micro-batches")
-    learns_the_same(name, blocks_of(places), counts, microbatches=micros)
+    same(name, places, counts, microbatches=micros)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_layers_that_are_whole_somewhere_have_the_whole_models_bits(name):
     """Equal shares, a power of two, and no value with three users: no sum has another order."""
     places = {leaf: number % 2 for number, leaf in enumerate(leaves(name))}
-    learns_the_same(name, blocks_of(places), [4, 4], exactly=True)
+    same(name, places, [4, 4], exactly=True)
 
 
 class Nested(nn.Module):

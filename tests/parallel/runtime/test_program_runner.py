@@ -1,616 +1,347 @@
-"""A model cut over workers that are threads: the same outputs, losses and gradients as the whole model's."""
+"""A model split over workers that are threads: what is sent, what is drawn, and scripts that do not fit together."""
 
-import copy
-import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from split_workers import (
-    BATCH,
-    NUMBER,
-    SAME,
-    WHOLE,
-    Cut,
-    GroupMailboxes,
-    MailboxChannel,
-    at,
-    feature,
-    make_runner,
-    mean_gradients,
-    rows,
-    together,
-)
+from split_workers import Block, Group, learns_the_same, squares, together
 from torch import nn
 from torch.nn import functional as F
 
 from topotrain.config.field_checks import ConfigError
-from topotrain.parallel.program.split_program import Program, SizeArgument, StepKind, SymbolicShape
-from topotrain.parallel.runtime.channel import ControlEdge, TensorKey
+from topotrain.config.job import Schedule
+from topotrain.parallel.runtime.channel import ControlEdge
 from topotrain.parallel.runtime.program_runner import Runner, hash_of
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+FEATURES = partial(Block, partition_dim=1)
 
 
-def train(
-    program: Program,
-    model: nn.Module,
-    shares: list[tuple[Any, ...]],
-    loss: Loss = lambda output, *_: output.square().mean(),
-    weights: list[float] | None = None,
-    steps: int = 2,
-    mailboxes: GroupMailboxes | None = None,
-    **settings: Any,
-) -> tuple[list[float], nn.Module]:
-    """Losses of the group and the model after so many steps; every worker has a copy of the whole model."""
-    weights = weights or [float(len(share[0])) for share in shares]
-    count = len(shares)
-    models = [copy.deepcopy(model) for _ in shares]
-    channels: list[MailboxChannel | None] = [None] * count
-    mailboxes = mailboxes or GroupMailboxes(count)
-    runners = [
-        make_runner(program, models[k], MailboxChannel(mailboxes, k), lambda k=k: weights[k], **settings)
-        for k in range(count)
-    ]
-    losses = []
-    for _ in range(steps):
-
-        def work(channel: MailboxChannel) -> float:
-            channels[channel.me] = channel
-            value = loss(runners[channel.me](*shares[channel.me]), *shares[channel.me])
-            value.backward()
-            return value.item()
-
-        told = together(count, work, mailboxes)
-        counts = [runner.counts for runner in runners]
-        losses.append(sum(w * v for w, v in zip(weights, told, strict=True) if w) / sum(weights))
-        means = mean_gradients(models, counts)
-        for replica in models:
-            for name, parameter in replica.named_parameters():
-                with torch.no_grad():
-                    if means[name] is not None:
-                        parameter -= 0.1 * means[name]
-                parameter.grad = None
-    assert not any(len(store) for store in mailboxes.stores)
-    return losses, models[0]
+def at(worker: int, match: str) -> Block:
+    return Block(f"^({match})$", location=worker)
 
 
-def whole(
-    model: nn.Module,
-    shares: list[tuple[Any, ...]],
-    loss: Loss = lambda output, *_: output.square().mean(),
-    steps: int = 2,
-) -> tuple[list[float], nn.Module]:
-    model = copy.deepcopy(model)
-    given = [torch.cat([share[n] for share in shares]) for n in range(len(shares[0]))]
-    losses = []
-    for _ in range(steps):
-        value = loss(model(*given), *given)
-        value.backward()
-        losses.append(value.item())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
-    return losses, model
+class Net(nn.Module):
+    """Layers a, b and c of which `forward(net, *arguments)` makes a model."""
 
-
-def same(one: tuple[list[float], nn.Module], other: tuple[list[float], nn.Module], exactly: bool = False) -> None:
-    tolerance = 0.0 if exactly else 2e-6
-    assert one[0] == pytest.approx(other[0], rel=2e-6)
-    for name, parameter in one[1].named_parameters():
-        assert near(parameter, other[1].get_parameter(name), tolerance), name
-
-
-def near(one: torch.Tensor, other: torch.Tensor, tolerance: float = 2e-6) -> bool:
-    return bool(one.shape == other.shape and ((one - other).abs() <= tolerance * (1 + other.abs())).all())
-
-
-class Three(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
         self.act = nn.ReLU(inplace=True)
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+        self.told = forward
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(
-            x.mean() + self.act(self.b(self.act(self.a(x)))) if False else self.act(self.b(self.act(self.a(x))))
-        )
-
-
-def three(workers: int, *places: Any) -> Program:
-    """Three's graph with a, b and c at these places, the activations where their input is."""
-    cut = Cut(workers)
-    x = cut.input("x", rows(4))
-    for name, size, place in zip("abc", (8, 8, 2), places, strict=True):
-        x = cut.module(name, place, rows(size), cut.move(x, place))
-        if name != "c":
-            x = cut.module("act", place, rows(size), x)
-    return cut.program(cut.move(x, BATCH))
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.told(self, x)
 
 
-def shares_of(*counts: int) -> list[tuple[torch.Tensor]]:
+class Loss(Net):
+    """Returns its own loss."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.told(self, x), y)
+
+
+def straight(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.c(net.act(net.b(net.act(net.a(x)))))
+
+
+def shares_of(*counts: int, columns: int = 1) -> list[tuple[torch.Tensor, ...]]:
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randn(n, 4, generator=generator),) for n in counts]
+    return [(torch.randn(n, 4, generator=generator), torch.randn(n, 2, generator=generator))[:columns] for n in counts]
 
 
-@pytest.mark.parametrize("places", [(at(0), at(1), at(0)), (BATCH, at(1), BATCH), (at(1), BATCH, at(0)), (at(0),) * 3])
-@pytest.mark.parametrize("counts", [(4, 4), (3, 5), (7, 1)])
-def test_layers_at_places(places, counts):
-    same(train(three(2, *places), Three(), shares_of(*counts)), whole(Three(), shares_of(*counts)))
+def three(**settings: Any) -> Group:
+    """Two workers with a and b on one each, and c by samples."""
+    return Group(Net(straight), [at(0, "a|act"), at(1, "b")], shares_of(4, 4), **settings)
 
 
-def test_a_layer_on_one_worker_has_the_whole_models_bits():
-    places = (at(0), at(1), at(0))
-    same(train(three(2, *places), Three(), shares_of(4, 4)), whole(Three(), shares_of(4, 4)), exactly=True)
+# --- it learns the same --------------------------------------------------------------------------------------------
+
+PIPE = [at(0, "a"), at(1, "b"), at(0, "c")]
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (5, 0), (0, 0, 6), (1, 0, 2)])
-def test_a_worker_without_samples_takes_part(counts):
-    workers = len(counts)
-    program = three(workers, at(0), at(workers - 1), at(0))
-    weights = [float(count) for count in counts]
-    same(train(program, Three(), shares_of(*counts), weights=weights), whole(Three(), shares_of(*counts)))
+@pytest.mark.parametrize(
+    ("blocks", "counts", "settings"),
+    [
+        (PIPE, (4, 4), {"exactly": True}),  # a layer on one worker has the whole model's bits
+        (PIPE, (3, 5), {"microbatches": 2}),
+        ([at(1, "b")], (7, 1), {}),
+        ([at(1, "a"), at(0, "c")], (5, 3), {"microbatches": 8}),
+        ([at(0, "a|b|c")], (4, 4), {"microbatches": 3}),
+        (PIPE, (5, 0), {}),  # a worker without samples takes part
+        ([at(0, "a"), at(2, "b"), at(0, "c")], (0, 0, 6), {}),
+        ([at(0, "a"), at(2, "b"), at(0, "c")], (1, 0, 2), {}),
+        ([FEATURES("^[ab]$")], (4, 4), {}),
+        ([FEATURES("^a$"), at(1, "b")], (2, 5, 1), {"microbatches": 2}),
+    ],
+)
+def test_layers_anywhere_learn_what_the_whole_model_learns(blocks, counts, settings):
+    learns_the_same(Net(straight), blocks, shares_of(*counts), **settings)
 
 
 def test_repeated_samples_of_weight_0_count_nothing_and_parameters_that_live_there_count():
-    shares = shares_of(4, 2)
-    split = train(three(2, BATCH, at(1), BATCH), Three(), [shares[0], (shares[0][0][:1],)], weights=[4.0, 0.0])
-    same(split, whole(Three(), shares[:1]))
+    first, second = shares_of(4, 2)
+    learns_the_same(Net(straight), [at(1, "b")], [first, (first[0][:1],)], samples=(4, 0))
+    assert second
 
 
-@pytest.mark.parametrize("micros", [2, 3, 8])
-@pytest.mark.parametrize("counts", [(4, 4), (5, 3)])
-def test_microbatches(micros, counts):
-    program = three(2, at(0), at(1), BATCH)
-    same(train(program, Three(), shares_of(*counts), microbatches=micros), whole(Three(), shares_of(*counts)))
+def pieces(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """A value is used here and there, and its pieces are views."""
+    one, other = net.a(x).chunk(2, 1)
+    return net.b(one) * other + one
 
 
-class Noting(MailboxChannel):
-    """Writes down what a worker says and hears of gradients."""
-
-    def __init__(self, mailboxes: GroupMailboxes, me: int) -> None:
-        super().__init__(mailboxes, me)
-        self.noted: list[str] = []
-
-    def send(self, to: int, key: TensorKey, tensor: torch.Tensor, grad: bool = False) -> None:
-        self.noted += ["says"] * key.backward
-        super().send(to, key, tensor, grad)
-
-    def receive(self, source: int, key: TensorKey) -> tuple[torch.Tensor, bool]:
-        self.noted += ["hears"] * key.backward
-        return super().receive(source, key)
+def written_over(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """What is written over after it has left arrives as it was."""
+    made = net.a(x)
+    there = net.b(made * 1.0)
+    return net.act(made) + there
 
 
-def test_the_last_stage_receives_all_micro_batches_before_the_first_one_goes_back():
-    program, shares, mailboxes = three(2, at(0), at(1), at(1)), shares_of(8, 8), GroupMailboxes(2)
-    channels = [Noting(mailboxes, k) for k in range(2)]
-    runners = [make_runner(program, copy.deepcopy(Three()), channels[k], lambda: 8.0, microbatches=4) for k in range(2)]
-    together(2, lambda channel: runners[channel.me](*shares[channel.me]).square().mean().backward(), mailboxes)
-    assert channels[0].noted == ["says"] * 4 + ["hears"] * 4
+def by_number(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """A mean written with x.size(0): by the whole batch on one worker."""
+    return net.b(net.a(x)).sum() / x.size(0)
 
 
-class Halves(nn.Module):
-    """Rows of a linear layer are cut over workers: its weight here is all rows, sliced where it is used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wide, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.tanh(self.wide(x)))
-
-
-def halves(workers: int, me: int) -> Program:
-    first, end = 6 * me // workers, 6 * (me + 1) // workers
-
-    def part(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, weight[first:end], bias[first:end])
-
-    cut = Cut(workers)
-    x = cut.input("x", rows(4))
-    weight = cut.step(StepKind.ATTRIBUTE, "wide.weight", SAME, SymbolicShape((6, 4), "float32"))
-    bias = cut.step(StepKind.ATTRIBUTE, "wide.bias", SAME, SymbolicShape((6,), "float32"))
-    hidden = cut.call(part, feature(1), rows(6), cut.move(x, WHOLE), weight, bias)
-    hidden = cut.call(torch.tanh, feature(1), rows(6), hidden)
-    return cut.program(cut.module("last", BATCH, rows(3), cut.move(hidden, BATCH)))
+@pytest.mark.parametrize(
+    ("model", "blocks", "loss"),
+    [
+        (Net(pieces, b=nn.Linear(4, 4)), [at(1, "b")], squares),
+        (Net(written_over), [at(1, "b")], squares),
+        (Net(by_number), [at(1, "a|b")], lambda out, *_: out),
+        (
+            Net(lambda net, x: net.b(net.a(x)), b=nn.BatchNorm1d(8)),  # on one worker it sees the whole batch
+            [at(1, "b")],
+            lambda out, *_: (out * torch.linspace(0, 1, 8)).square().mean(),
+        ),
+    ],
+)
+def test_values_that_are_used_in_any_way(model, blocks, loss):
+    learns_the_same(model, blocks, shares_of(3, 5), loss)
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (2, 5, 1)])
-def test_features_that_are_cut(counts):
-    workers = len(counts)
-    model, shares = Halves(), shares_of(*counts)
-    replicas = [copy.deepcopy(model) for _ in counts]
-    weights = [float(count) for count in counts]
+@pytest.mark.parametrize(
+    ("blocks", "counts"),
+    [
+        ([at(0, "a|act"), at(1, "b"), at(2, "c")], (8, 8, 8)),
+        ([at(1, "b"), at(0, "c|a")], (4, 7)),
+        ([at(1, "b|c")], (5, 6)),
+        ([at(1, "b")], (5, 5)),
+    ],
+)
+@pytest.mark.parametrize("micros", [1, 4])
+def test_the_schedule_1f1b_learns_the_same(blocks, counts, micros):
+    settings = {"schedule": Schedule.k1F1B, "microbatches": micros}
+    learns_the_same(Loss(straight), blocks, shares_of(*counts, columns=2), lambda out, *_: 0.5 * out, **settings)
 
-    def work(channel: MailboxChannel) -> float:
-        runner = make_runner(halves(workers, channel.me), replicas[channel.me], channel, lambda: weights[channel.me])
-        value = runner(*shares[channel.me]).square().mean()
-        value.backward()
-        return value.item()
 
-    told = together(workers, work)
-    assert sum(w * v for w, v in zip(weights, told, strict=True)) / sum(weights) == pytest.approx(
-        whole(model, shares, steps=1)[0][0]
-    )
-    model(torch.cat([share[0] for share in shares])).square().mean().backward()
-    found = mean_gradients(replicas, weights)
-    assert all(near(found[name], parameter.grad) for name, parameter in model.named_parameters())
+DROPS = {"act": nn.Dropout(0.5), "b": nn.AlphaDropout(0.2)}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "micros"),
+    [([], 2), ([at(0, "act"), at(1, "b|c")], 1), ([FEATURES("^a$")], 2), ([at(1, "b")], 2)],
+)
+def test_masks_are_those_of_the_unsplit_model(blocks, micros):
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.c(net.b(net.act(F.dropout(net.a(x), 0.25))))
+
+    learns_the_same(Net(forward, **DROPS), blocks, shares_of(4, 3), seed=5, microbatches=micros)
 
 
 # --- both ways through one graph --------------------------------------------------------------------------------------
 
 
-def call_all(
-    program: Program,
-    model: nn.Module,
-    shares: list[tuple[Any, ...]],
-    use: Callable[[Runner, MailboxChannel], Any],
-    **kwargs: Any,
-) -> tuple[list[Any], list[nn.Module]]:
-    """What `use` gives with each worker's runner, and the workers' models."""
-    models = [copy.deepcopy(model) for _ in shares]
-    mailboxes = GroupMailboxes(len(shares))
+def test_without_gradients_nothing_is_kept_and_modules_drop_nothing():
+    def forward(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return net.c(net.act(net.b(net.a(x))))
 
-    def work(channel: MailboxChannel) -> Any:
-        return use(
-            make_runner(program, models[channel.me], channel, lambda: float(len(shares[channel.me][0])), **kwargs),
-            channel,
-        )
+    for schedule in Schedule:
+        model = Net(forward, act=nn.Dropout(0.5))
+        expected = model.eval()(torch.cat([share[0] for share in shares_of(3, 2)]))
+        model.train()
+        group = Group(model, [at(0, "a"), at(1, "b")], shares_of(3, 2))
 
-    results = together(len(shares), work, mailboxes)
-    assert not any(len(store) for store in mailboxes.stores)
-    return results, models
+        def use(runner: Runner, share: tuple[torch.Tensor, ...]) -> torch.Tensor:
+            runner.model.eval()
+            with torch.no_grad():
+                return runner(*share)
+
+        found = group.each(use)
+        assert not any(output.requires_grad for output in found) and schedule
+        torch.testing.assert_close(torch.cat(found), expected)
 
 
-def test_without_gradients_nothing_is_kept_and_nothing_goes_back():
-    shares = shares_of(3, 2)
-
-    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
-        runner.model.eval()
-        with torch.no_grad():
-            return runner(*shares[channel.me])
-
-    found, _ = call_all(three(2, at(0), at(1), at(0)), Three(), shares, use)
-    assert not any(output.requires_grad for output in found)
-    assert torch.equal(torch.cat(found), Three()(torch.cat([share[0] for share in shares])))
-
-
-def test_a_graph_is_gone_through_twice():
-    shares = shares_of(4, 4)
-
-    def use(runner: Runner, channel: MailboxChannel) -> None:
-        output = runner(*shares[channel.me])
+def test_a_graph_is_gone_through_twice_and_what_it_returns_may_be_written_to():
+    def use(runner: Runner, share: tuple[torch.Tensor, ...]) -> None:
+        output = runner(*share)
         output.square().mean().backward(retain_graph=True)
         output.abs().mean().backward()
+        output = runner(*share)
+        output += 1.0
+        output[:, 0] = 0.0
+        output.mean().backward()
 
-    _, models = call_all(three(2, at(0), at(1), BATCH), Three(), shares, use)
-    model = Three()
-    output = model(torch.cat([share[0] for share in shares]))
-    (output.square().mean() + output.abs().mean()).backward()
-    found = mean_gradients(models, [4.0, 4.0])
-    assert all(near(found[name], parameter.grad) for name, parameter in model.named_parameters())
+    group, model = three(), Net(straight)
+    group.each(use)
+    group.move()
+    whole = torch.cat([share[0] for share in group.shares])
+    output = model(whole)
+    more = model(whole) + 1.0
+    (output.square().mean() + output.abs().mean() + more[:, 1].sum() / more.numel()).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(group.parameters()[name], parameter.detach() - 0.1 * parameter.grad)
 
 
 def test_a_loss_that_needs_only_one_output_lets_all_moves_go_back():
-    """Worker 1 looks at the left half alone, so on it nothing depends on what came from b and c."""
+    """Worker 1 looks at the left half alone, so on it nothing depends on what came from b."""
 
-    class Two(Three):
-        def forward(self, x: torch.Tensor) -> Any:
-            return {"left": self.a(x), "right": (self.b(self.a(x)), 3)}
+    def forward(net: Net, x: torch.Tensor) -> Any:
+        return {"left": net.a(x), "right": (net.b(net.a(x)), 3)}
 
-    cut = Cut(2)
-    x = cut.input("x", rows(4))
-    left = cut.module("a", at(0), rows(8), cut.move(x, at(0)))
-    right = cut.module("b", at(1), rows(8), cut.move(left, at(1)))
-    program = cut.program({"left": cut.move(left, BATCH), "right": (cut.move(right, BATCH), 3)})
-    shares = shares_of(4, 4)
+    group, model = Group(Net(forward), [at(0, "a"), at(1, "b")], shares_of(4, 4)), Net(forward)
 
-    def use(runner: Runner, channel: MailboxChannel) -> None:
-        output = runner(*shares[channel.me])
+    def use(runner: Runner, share: tuple[torch.Tensor, ...]) -> None:
+        output = runner(*share)
         assert output["right"][1] == 3
-        (output["left"].mean() + (output["right"][0].mean() if channel.me == 0 else 0.0)).backward()
+        (output["left"].mean() + (output["right"][0].mean() if runner.channel.me == 0 else 0.0)).backward()
 
-    _, models = call_all(program, Two(), shares, use)
-    model = Two()
-    outputs = [model(share[0]) for share in shares]
+    group.each(use)
+    group.move()
+    outputs = [model(share[0]) for share in group.shares]
     (sum(output["left"].mean() for output in outputs) / 2 + outputs[0]["right"][0].mean() / 2).backward()
-    found = mean_gradients(models, [4.0, 4.0])
     for name, parameter in model.named_parameters():
-        assert parameter.grad is None or near(found[name], parameter.grad), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(group.parameters()[name], parameter.detach() - 0.1 * parameter.grad)
 
 
-def test_a_value_is_used_here_and_there_and_its_pieces_are_views():
-    class Pieces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(4, 8), nn.Linear(4, 4)
+def test_under_autocast_values_travel_as_they_are_and_frozen_layers_send_no_gradient():
+    model = Net(straight)
+    model.a.requires_grad_(False)
+    group = Group(model, [at(0, "a"), at(1, "b|c")], shares_of(2, 2))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            one, other = self.a(x).chunk(2, 1)
-            return self.b(one) * other + one
-
-    cut = Cut(2)
-    x = cut.input("x", rows(4))
-    made = cut.module("a", BATCH, rows(8), x)
-    pieces = cut.step(StepKind.METHOD, "chunk", BATCH, None, made, 2, 1)
-    one, other = (cut.call(operator.getitem, BATCH, rows(4), pieces, index) for index in range(2))
-    there = cut.move(cut.module("b", at(1), rows(4), cut.move(one, at(1))), BATCH)
-    product = cut.call(torch.mul, BATCH, rows(4), there, other)
-    program = cut.program(cut.call(torch.add, BATCH, rows(4), product, one))
-    same(train(program, Pieces(), shares_of(4, 2)), whole(Pieces(), shares_of(4, 2)))
-
-
-def test_what_is_written_over_after_it_has_left_arrives_as_it_was():
-    shares = shares_of(2, 2)
-    cut = Cut(2)
-    x = cut.input("x", rows(4))
-    made = cut.module("a", BATCH, rows(8), x)
-    there = cut.move(made, at(1))
-    over = cut.module("act", BATCH, rows(8), made)
-    back = cut.move(cut.module("b", at(1), rows(8), there), BATCH)
-    program = cut.program((cut.call(torch.add, BATCH, rows(8), over, back), back))
-    found, _ = call_all(program, Three(), shares, lambda runner, channel: runner(*shares[channel.me])[0])
-    model = Three()
-    hidden = model.a(torch.cat([share[0] for share in shares]))
-    assert near(torch.cat(found), model.b(hidden) + torch.relu(hidden))
-
-
-def test_what_the_model_returns_may_be_written_to():
-    shares = shares_of(2, 2)
-
-    def use(runner: Runner, channel: MailboxChannel) -> None:
-        output = runner(*shares[channel.me])
-        output += 1.0
-        output[:, 0] = 0.0
-        output.sum().backward()
-
-    _, models = call_all(three(2, at(0), at(1), BATCH), Three(), shares, use)
-    assert all(found is not None for found in mean_gradients(models, [1.0, 1.0]).values())
-
-
-def test_numbers_of_samples_are_those_of_the_place():
-    """A mean written with x.size(0): by the whole batch on one worker, by the share elsewhere."""
-    cut = Cut(2)
-    x = cut.input("x", rows(4))
-    total = cut.step(
-        StepKind.METHOD, "sum", at(1), NUMBER, cut.move(cut.module("a", at(1), rows(8), cut.move(x, at(1))), at(1))
-    )
-    mean = cut.call(torch.div, at(1), NUMBER, total, SizeArgument(1, 0))
-    program = cut.program((cut.move(mean, WHOLE), SizeArgument(2, 1)))
-    shares = shares_of(3, 5)
-
-    def use(runner: Runner, channel: MailboxChannel) -> tuple[float, int]:
-        loss, size = runner(*shares[channel.me])
-        loss.backward()
-        return loss.item(), size
-
-    found, models = call_all(program, Three(), shares, use)
-    model = Three()
-    loss = model.a(torch.cat([share[0] for share in shares])).sum() / 8
-    loss.backward()
-    assert [value for value, _ in found] == pytest.approx([loss.item()] * 2)
-    assert [size for _, size in found] == [7, 11]
-    assert near(mean_gradients(models, [3.0, 5.0])["a.weight"], model.a.weight.grad)
-
-
-def test_batchnorm_on_one_worker_sees_the_whole_batch_and_micro_batches_in_order():
-    class Norm(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.a(x))
-
-    cut = Cut(2)
-    x = cut.input("x", rows(4))
-    hidden = cut.module("a", BATCH, rows(8), x)
-    program = cut.program(cut.move(cut.module("norm", at(1), rows(8), cut.move(hidden, at(1))), BATCH))
-    shares = shares_of(4, 4)
-    loss: Loss = lambda output, *_: (output * torch.linspace(0, 1, 8)).square().mean()  # noqa: E731
-    same(train(program, Norm(), shares, loss), whole(Norm(), shares, loss))
-    _, models = call_all(
-        program, Norm(), shares, lambda runner, channel: runner(*shares[channel.me]) is None, microbatches=2
-    )
-    model = Norm()
-    for half in (0, 2):
-        model(torch.cat([share[0][half : half + 2] for share in shares]))
-    assert near(models[1].norm.running_mean, model.norm.running_mean)
-
-
-def test_under_autocast_values_travel_as_they_are():
-    shares = shares_of(2, 2)
-
-    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
+    def use(runner: Runner, share: tuple[torch.Tensor, ...]) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            output = runner(*shares[channel.me])
+            output = runner(*share)
         output.float().square().mean().backward()
         return output
 
-    found, models = call_all(three(2, at(0), at(1), BATCH), Three(), shares, use)
-    model = Three()
+    found = group.each(use)
     with torch.autocast("cpu", torch.bfloat16):
-        expected = model(torch.cat([share[0] for share in shares]))
-    expected.float().square().mean().backward()
+        expected = model(torch.cat([share[0] for share in group.shares]))
     assert found[0].dtype is torch.bfloat16 and torch.equal(torch.cat(found), expected)
-    assert near(mean_gradients(models, [1.0, 1.0])["a.weight"], model.a.weight.grad, 1e-2)
+    # Only the output's gradient travels, and not that of what the frozen layer made.
+    assert len({key.edge for _, _, key, _ in group.mailboxes.sent if key.backward}) == 1
+    assert group.models[1].b.weight.grad is not None
 
 
-def test_frozen_layers_send_no_gradient():
-    model = Three()
-    model.a.requires_grad_(False)
-    mailboxes = GroupMailboxes(2)
-    shares = shares_of(4, 4)
-    runner_of = {}
-
-    def work(channel: MailboxChannel) -> None:
-        runner_of[channel.me] = make_runner(three(2, at(0), at(1), at(1)), copy.deepcopy(model), channel, lambda: 4.0)
-        runner_of[channel.me](*shares[channel.me]).square().mean().backward()
-
-    together(2, work, mailboxes)
-    assert {key.edge for _, _, key, _ in mailboxes.sent if key.backward} == {2}  # the output's, not a's result
-    assert runner_of[1].model.b.weight.grad is not None
+# --- schedules -----------------------------------------------------------------------------------------------------
 
 
-# --- dropout ----------------------------------------------------------------------------------------------------------
+def test_the_last_stage_receives_all_micro_batches_before_the_first_one_goes_back():
+    group, noted = Group(Net(straight), [at(0, "a"), at(1, "b|c|act")], shares_of(8, 8), microbatches=4), []
+    channel = group.runners[0].channel
+    send, receive = channel.send, channel.receive
+    channel.send = lambda to, key, *more: (noted.append("says") if key.backward else None, send(to, key, *more))
+    channel.receive = lambda source, key: (noted.append("hears") if key.backward else None, receive(source, key))[1]
+    group.step(squares)
+    assert noted == ["says"] * 4 + ["hears"] * 4
 
 
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.drop, self.alpha, self.c = nn.Linear(4, 8), nn.Dropout(0.5), nn.AlphaDropout(0.2), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(self.alpha(self.drop(F.dropout(self.a(x), 0.25))))
-
-
-def drops(places: tuple[Any, Any, Any]) -> Program:
-    cut = Cut(2)
-    x = cut.module("a", BATCH, rows(8), cut.input("x", rows(4)))
-    x = cut.call(F.dropout, places[0], rows(8), cut.move(x, places[0]), 0.25, random=True)
-    for name, place in zip(("drop", "alpha"), places[1:], strict=True):
-        x = cut.module(name, place, rows(8), cut.move(x, place), random=True)
-    return cut.program(cut.module("c", BATCH, rows(2), cut.move(x, BATCH)))
-
-
-@pytest.mark.parametrize("places", [(BATCH,) * 3, (at(0), feature(1), at(1)), (feature(1), BATCH, feature(1))])
-@pytest.mark.parametrize("micros", [1, 2])
-def test_masks_are_those_of_the_unsplit_model(places, micros):
-    shares = shares_of(4, 3)
-
-    def use(runner: Runner, channel: MailboxChannel) -> torch.Tensor:
-        runner._generator = torch.Generator().manual_seed(5)
-        return runner(*shares[channel.me])
-
-    found, _ = call_all(drops(places), Drops(), shares, use, microbatches=micros)
-    model = Drops()
-    torch.manual_seed(5)
-    assert near(torch.cat(found), model(torch.cat([share[0] for share in shares])))
-
-
-def test_in_evaluation_modules_drop_nothing():
-    module = nn.Dropout(0.5).eval()
-    cut = Cut(1)
-    program = cut.program(cut.module("0", BATCH, rows(4), cut.input("input", rows(4)), random=True))
-    (x,) = shares_of(3)[0]
-    found, _ = call_all(program, nn.Sequential(module), [(x,)], lambda runner, channel: runner(x))
-    assert torch.equal(found[0], x)
+def test_1f1b_needs_a_model_that_returns_its_loss():
+    with pytest.raises(ConfigError, match="schedule = 'k1F1B': needs a forward that returns the loss"):
+        three(schedule=Schedule.k1F1B)
 
 
 # --- scripts that do not fit together ---------------------------------------------------------------------------------
 
 
-def disagree(use: Callable[[Runner, MailboxChannel], Any], message: str, program: Program | None = None) -> None:
-    with pytest.raises(ConfigError, match=message):
-        call_all(program or three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), use)
+def another_mode(runner: Runner, share: Any) -> None:
+    runner.model.train(runner.channel.me == 0)
+    runner(*share)
 
 
-def test_another_mode_is_told():
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        runner.model.train(channel.me == 0)
-        return runner(*shares_of(2, 2)[channel.me])
-
-    disagree(use, "worker 1 of the group calls the model in another mode")
+def gradients_of_one(runner: Runner, share: Any) -> None:
+    with torch.set_grad_enabled(runner.channel.me == 0):
+        runner(*share)
 
 
-def test_gradients_on_one_worker_alone_are_told():
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        with torch.set_grad_enabled(channel.me == 0):
-            return runner(*shares_of(2, 2)[channel.me])
-
-    disagree(use, "switched on or off")
+def another_chance(runner: Runner, share: Any) -> None:
+    runner._generator = torch.Generator().manual_seed(runner.channel.me)
+    runner(*share)
 
 
-def test_another_state_of_chance_is_told():
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        runner._generator = torch.Generator().manual_seed(channel.me)
-        return runner(*shares_of(2, 2)[channel.me])
-
-    with pytest.raises(ConfigError, match="the same number on all workers"):
-        call_all(drops((BATCH,) * 3), Drops(), shares_of(2, 2), use)
-
-
-@pytest.mark.parametrize("more", [0, 1])
-def test_one_call_more_on_one_worker_is_told(more):
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        for _ in range(2 if channel.me == more else 1):
-            runner(*shares_of(2, 2)[channel.me])
-        if channel.me != more:
-            runner.sync.stepped()
-        return None
-
-    disagree(
-        use, f"worker {1 - more} of the group called the split model 1 times .* worker {more} has called it 2 times"
-    )
-
-
-def test_a_worker_that_leaves_out_its_backward_is_told():
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        output = runner(*shares_of(2, 2)[channel.me])
-        if channel.me == 0:
-            output.mean().backward()
+def one_call_more(more: int, runner: Runner, share: Any) -> None:
+    for _ in range(2 if runner.channel.me == more else 1):
+        runner(*share)
+    if runner.channel.me != more:
         runner.sync.stepped()
 
-    disagree(use, "worker 1 of the group goes on to optimizer.step.. after 0 backwards")
+
+def no_backward(runner: Runner, share: Any) -> None:
+    output = runner(*share)
+    if runner.channel.me == 0:
+        output.mean().backward()
+    runner.sync.stepped()
 
 
-def test_a_worker_that_calls_again_before_its_backward_is_told():
-    def use(runner: Runner, channel: MailboxChannel) -> Any:
-        output = runner(*shares_of(2, 2)[channel.me])
-        if channel.me == 0:
-            output.mean().backward()
-        runner(*shares_of(2, 2)[channel.me])
+def called_again(runner: Runner, share: Any) -> None:
+    output = runner(*share)
+    if runner.channel.me == 0:
+        output.mean().backward()
+    runner(*share)
 
-    disagree(use, "worker 1 of the group calls the split model again after 0 backwards, worker 0")
+
+CALLED = "worker {} of the group called the split model 1 times .* worker {} has called it 2 times"
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (another_mode, "worker 1 of the group calls the model in another mode"),
+        (gradients_of_one, "switched on or off"),
+        (another_chance, "the same number on all workers"),
+        (partial(one_call_more, 0), CALLED.format(1, 0)),
+        (partial(one_call_more, 1), CALLED.format(0, 1)),
+        (no_backward, "worker 1 of the group goes on to optimizer.step.. after 0 backwards"),
+        (called_again, "worker 1 of the group calls the split model again after 0 backwards, worker 0"),
+        (lambda runner, share: runner(torch.ones(2, 5)), r"x = \(2, 5\): the split model takes .* \(samples, 4\)"),
+    ],
+)
+def test_scripts_that_do_not_fit_together_are_told(use, words):
+    layers = {"act": nn.Dropout(0.5)} if use is another_chance else {}
+    group = Group(Net(straight, **layers), [at(0, "a"), at(1, "b")], shares_of(2, 2))
+    with pytest.raises(ConfigError, match=words):
+        group.each(use)
+
+
+def test_a_missing_argument_and_an_error_in_a_step_name_what_was_wrong():
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        three().each(lambda runner, share: runner())
+    group = three()
+    group.models[1].b.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        group.step(squares)
+    assert f"{__file__}:" in caught.value.__notes__[0] and "on worker 1" in caught.value.__notes__[0]
 
 
 def test_steps_and_calls_without_gradient_in_between_are_no_disagreement():
-    shares = shares_of(2, 2)
+    group = three()
 
-    def use(runner: Runner, channel: MailboxChannel) -> None:
+    def use(runner: Runner, share: Any) -> None:
         for _ in range(3):
-            runner(*shares[channel.me]).mean().backward()
+            runner(*share).mean().backward()
             runner.sync.stepped()
             with torch.no_grad():
-                runner(*shares[channel.me])
+                runner(*share)
 
-    models = [Three(), Three()]
-    mailboxes = GroupMailboxes(2)
-    together(
-        2,
-        lambda channel: use(
-            make_runner(three(2, at(0), at(1), BATCH), models[channel.me], channel, lambda: 2.0), channel
-        ),
-        mailboxes,
-    )
-    left = [key for store in mailboxes.stores for _, key in store._came]
+    together(2, lambda on: use(group.runners[on.me], group.shares[on.me]), group.mailboxes)
+    left = [key for store in group.mailboxes.stores for _, key in store._came]
     assert all(key.edge == ControlEdge.STEPPED for key in left) and len(left) <= 2  # no later forward has read them
-
-
-def test_an_error_in_a_step_names_the_line_and_ends_all():
-    class Breaks(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("broken")
-
-    model = Three()
-    model.b = Breaks()
-    with pytest.raises(RuntimeError, match="broken") as caught:
-        call_all(three(2, at(0), at(1), BATCH), model, shares_of(2, 2), lambda r, t: r(*shares_of(2, 2)[t.me]))
-    assert "net.py:4" in caught.value.__notes__[0] and "on worker 1" in caught.value.__notes__[0]
-
-
-def test_arguments_that_do_not_fit_are_told():
-    disagree(lambda runner, channel: runner(torch.ones(2, 5)), r"x = \(2, 5\): the split model takes .* \(samples, 4\)")
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
-        call_all(three(2, at(0), at(1), BATCH), Three(), shares_of(2, 2), lambda runner, channel: runner())
 
 
 def test_the_number_of_a_dtype_is_its_own() -> None:

@@ -128,37 +128,21 @@ def test_every_batch_is_read_once_and_no_worker_waits_for_ever(groups, workers, 
     assert world.book.open_epochs == ()
 
 
-def test_workers_of_a_group_get_the_same_lease_and_groups_different_ones():
-    book = LeaseQueue(2, 2)
-    first = only(ask(book, worker(0, 0), 0))
-    assert only(ask(book, worker(0, 1), 0)) == first
-    other = only(ask(book, worker(1, 1), 0))
-    assert (first.first, first.last, other.first, other.lease) == (0, 25, 25, 1)
-
-
-def test_lengths_shrink_towards_the_end_and_are_bounded():
-    book, ends, ordinal = LeaseQueue(2), [], 0
-    while (run := only(ask(book, worker(0), ordinal, total=1000))).last > run.first:
-        ends.append(run.last)
-        ordinal += 1
-    lengths = [b - a for a, b in zip([0, *ends], ends)]
-    assert lengths[0] == LONGEST and lengths[-1] == 1 and sum(lengths) == 1000
-    assert lengths == sorted(lengths, reverse=True)
-
-
-def test_a_slow_group_reads_fewer_batches():
-    book, counts, ordinals = LeaseQueue(2), [0, 0], [0, 0]
-    due = [0, 0]
+def test_lengths_shrink_towards_the_end_and_a_slow_group_reads_fewer_batches():
+    lengths, ordinals, due = [], [0, 0], [0, 0]
+    book = LeaseQueue(2)
     while True:
         group = due.index(min(due))
-        run = only(ask(book, worker(group), ordinals[group], total=400))
+        run = only(ask(book, worker(group), ordinals[group], total=1000))
         if run.last <= run.first:
             break
+        assert run.first == sum(length for _, length in lengths)
+        lengths.append((group, run.last - run.first))
         ordinals[group] += 1
-        counts[group] += run.last - run.first
         due[group] += (run.last - run.first) * (1 if group == 0 else 4)  # group 1 is four times slower
-    assert sum(counts) == 400
-    assert counts[1] < counts[0] / 3
+    shrinking = [length for _, length in lengths]
+    assert shrinking == sorted(shrinking, reverse=True) and shrinking[0] == LONGEST and shrinking[-1] == 1
+    assert sum(shrinking) == 1000 and sum(length for group, length in lengths if group) < 1000 / 4
 
 
 def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_a_worker_saw_its_end():
@@ -169,40 +153,12 @@ def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_a_worker_saw_i
     assert [reply.last for _, reply in ask(book, worker(0), 1, total=-1)] == [-1, -1]
 
 
-def test_what_a_group_leaves_is_read_by_the_one_that_waits():
-    book = LeaseQueue(2)
-    assert only(ask(book, worker(0), 0, total=8)).last == 2
-    assert only(ask(book, worker(1), 0, total=8)).last == 3
-    taken = [only(ask(book, worker(0), n, total=8, passed=0)) for n in range(1, 6)]
-    assert [run.last for run in taken] == [4, 5, 6, 7, 8]
-    idle = only(ask(book, worker(0), 6, total=8, passed=2))
-    assert idle.first == idle.last
-    assert ask(book, worker(1), 1, total=8, wait=True) == []
-    ((who, lease),) = book.handle(worker(0), LeaseRelease(0, 2, 4))
-    assert who == worker(1) and (lease.first, lease.last) == (4, 5)
-    # Group 0 has left the epoch: it is told that it is over, group 1 reads the rest.
-    assert only(ask(book, worker(0), 2, total=8)).last == -1
-    rest = [only(ask(book, worker(1), n, total=8)) for n in (2, 3, 4)]
-    assert [(run.first, run.last) for run in rest] == [(5, 6), (6, 7), (7, 8)]
-    assert only(ask(book, worker(1), 5, total=8, wait=True)).last == -1
-    assert book.open_epochs == ()
-    assert only(ask(book, worker(0), 0, total=8)).last == -1
-
-
 def test_the_end_waits_for_the_slowest_worker_of_each_group():
     book = LeaseQueue(1, 2)
     only(ask(book, worker(0, 0), 0, total=1))
     assert ask(book, worker(0, 0), 1, total=1, wait=True) == []
     assert only(ask(book, worker(0, 1), 0, total=1)).last == 1
     assert {who for who, _ in ask(book, worker(0, 1), 1, total=1, wait=True)} == {worker(0, 0), worker(0, 1)}
-
-
-def test_a_group_that_ends_its_script_blocks_no_other():
-    book = LeaseQueue(2)
-    only(ask(book, worker(1), 0, total=1))
-    assert ask(book, worker(0), 0, total=1, wait=True) == []
-    assert only(book.group_over(1)).last == -1
-    assert book.group_over(1) == []
 
 
 def test_while_warming_up_only_group_0_leases():
@@ -224,35 +180,31 @@ def test_different_batch_lists_are_refused_naming_both_workers():
     assert "worker 0/0" in reply.text and "worker 1/0" in reply.text and "seed" in reply.text
 
 
-def test_workers_of_a_group_must_leave_at_the_same_batch():
+@pytest.mark.parametrize(
+    ("second", "words"), [(3, "worker 0/0 left after 2 batches, worker 0/1 after 3"), (-1, "has read 4")]
+)
+def test_workers_of_a_group_must_leave_at_the_same_batch(second, words):
     book = LeaseQueue(1, 2)
     for index in (0, 1):
         ask(book, worker(0, index), 0, total=8)
-    assert book.handle(worker(0, 0), LeaseRelease(0, 0, 2)) == []
-    ((_, reply),) = book.handle(worker(0, 1), LeaseRelease(0, 0, 3))
-    assert isinstance(reply, Fail) and "worker 0/0 left after 2 batches, worker 0/1 after 3" in reply.text
-    book = LeaseQueue(1, 2)
-    for index in (0, 1):
-        ask(book, worker(0, index), 0, total=8)
-    ask(book, worker(0, 1), 1, total=8)
-    ((_, reply),) = book.handle(worker(0, 0), LeaseRelease(0, 0, 2))
-    assert isinstance(reply, Fail) and "worker 0/1 has read 4" in reply.text
+    if second < 0:
+        ask(book, worker(0, 1), 1, total=8)
+        ((_, reply),) = book.handle(worker(0, 0), LeaseRelease(0, 0, 2))
+    else:
+        assert book.handle(worker(0, 0), LeaseRelease(0, 0, 2)) == []
+        ((_, reply),) = book.handle(worker(0, 1), LeaseRelease(0, 0, second))
+    assert isinstance(reply, Fail) and words in reply.text
 
 
-@pytest.mark.parametrize("fields", [{"ordinal": 1, "passed": 2}, {"ordinal": 5}, {"ordinal": 0, "total": -2}])
-def test_questions_that_no_worker_asks_are_refused(fields):
-    with pytest.raises(ProtocolError):
-        ask(LeaseQueue(1), worker(0), **fields)
-
-
-def test_a_place_outside_the_leases_is_refused():
+def test_questions_that_no_worker_asks_are_refused():
+    for fields in ({"ordinal": 1, "passed": 2}, {"ordinal": 5}, {"ordinal": 0, "total": -2}):
+        with pytest.raises(ProtocolError):
+            ask(LeaseQueue(1), worker(0), **fields)
     book = LeaseQueue(1)
     ask(book, worker(0), 0, total=8)
-    for free in (LeaseRelease(0, 0, 5), LeaseRelease(0, 3, 0), LeaseRelease(0, -1, 0)):
+    for message in (LeaseRelease(0, 0, 5), LeaseRelease(0, 3, 0), LeaseRelease(0, -1, 0), Fail("?")):
         with pytest.raises(ProtocolError):
-            book.handle(worker(0), free)
-    with pytest.raises(ProtocolError):
-        book.handle(worker(0), Fail("?"))
+            book.handle(worker(0), message)
 
 
 def test_draws_reach_every_other_worker_in_any_order_and_are_forgotten():
@@ -353,14 +305,6 @@ def test_a_question_of_the_dead_is_not_answered():
     assert only(ask(book, worker(2), 0, total=1)).last == 1
 
 
-def test_a_group_that_had_ended_takes_no_lease_when_it_comes_back():
-    for ended in (True, False):
-        book = LeaseQueue(2)
-        book.group_over(0)
-        book.group_restarted(0, {}, ended)
-        assert (only(ask(book, worker(0), 0)).last < 0) is ended
-
-
 def test_where_one_group_is_alone_its_draws_are_made_anew():
     book = LeaseQueue(1, 2)
     book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (5,)))
@@ -382,15 +326,6 @@ def test_a_worker_that_died_before_it_had_begun_an_epoch_is_told_that_the_one_be
     for who in (1, 2):
         assert book.handle(worker(0, who), DrawRequest(1, 0)) == [(worker(0, who), put)]
     assert book.kept_chunks == 0
-
-
-def test_a_group_that_starts_again_may_still_restart_by_single_workers():
-    book = LeaseQueue(1, 2, singly=True)
-    book.group_restarted(0, {}, False)
-    put = DrawnBatches(0, 0, True, (1,), (5,))
-    book.handle(worker(0), put)
-    for _ in range(2):  # a second process of worker (0,1) requests the same epoch
-        assert book.handle(worker(0, 1), DrawRequest(0, 0)) == [(worker(0, 1), put)]
 
 
 def test_where_workers_start_again_alone_a_draw_is_kept_until_all_are_past_it_by_an_epoch():
