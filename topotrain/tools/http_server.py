@@ -199,7 +199,6 @@ class _BoundedServer(ThreadingHTTPServer):
             return True
 
     def close_request(self, request: Any) -> None:
-        """Close a connection and forget it."""
         super().close_request(request)
         with self._changed:
             self._newcomers.remove(request)
@@ -207,7 +206,6 @@ class _BoundedServer(ThreadingHTTPServer):
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Stop to serve."""
         shut_down(self.socket)  # wakes the loop, which would look up after half a second
         self.shutdown()
         with self._changed:

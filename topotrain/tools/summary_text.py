@@ -17,11 +17,13 @@ def summary_text(summary: Mapping[str, Any]) -> str:
     """Return the state of a job as lines: job, workers, servers, incidents."""
     parts = [
         "\n".join(_job(summary)),
-        _table(
-            ("worker", "state", "pid", "step", "loss", "samples/s", "staleness", "p95", "max", "waits", "memory"),
-            _workers(summary),
+        text_table(
+            [
+                ("worker", "state", "pid", "step", "loss", "samples/s", "staleness", "p95", "max", "waits", "memory"),
+                *_workers(summary),
+            ]
         ),
-        _table(("server", "state", "updates", "updates/s", "memory"), _servers(summary)),
+        text_table([("server", "state", "updates", "updates/s", "memory"), *_servers(summary)]),
         "\n".join(_moments(summary)),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -99,18 +101,20 @@ def _moments(summary: Mapping[str, Any]) -> Iterator[str]:
         yield f"last snapshot: {_number(saved[-1].get('number'), 0)}, after step {_number(saved[-1].get('step'), 0)}"
 
 
-def _table(head: Sequence[str], rows: Iterator[tuple[str, ...]]) -> str:
-    """Return columns of equal width, numbers on the right, without empty columns."""
-    found = list(rows)
-    keep = [at for at in range(len(head)) if any(row[at] for row in found)]
-    if not keep:
-        return ""
-    widths = {at: max(len(head[at]), *(len(row[at]) for row in found)) for at in keep}
-    lines = [
-        "  ".join(row[at].ljust(widths[at]) if at < 2 else row[at].rjust(widths[at]) for at in keep).rstrip()
-        for row in (tuple(head), *found)
-    ]
-    return "\n".join(lines)
+def text_table(rows: Sequence[tuple[str, ...]], words: int = 2) -> str:
+    """Return columns of equal width below their names, without empty columns.
+
+    words: the number of columns on the left that are words; the others are numbers.
+    """
+    # Names and hosts come from other processes, and must not control the terminal.
+    clean = [tuple(map(printable, row)) for row in rows]
+    keep = [at for at in range(len(clean[0])) if any(row[at] for row in clean[1:])]
+    widths = {at: max(len(row[at]) for row in clean) for at in keep}
+    lines = (
+        "  ".join(row[at].ljust(widths[at]) if at < words else row[at].rjust(widths[at]) for at in keep).rstrip()
+        for row in clean
+    )
+    return "\n".join(lines) if keep else ""
 
 
 def _dicts(value: object) -> list[Mapping[str, Any]]:

@@ -134,7 +134,7 @@ def test_the_header_has_no_arguments_of_the_program() -> None:
 
 
 def test_the_kinds_of_samples_are_events() -> None:
-    assert {*recorded_lines.SAMPLES, *recorded_lines.ONCE} <= EVENTS.keys()
+    assert {*recorded_lines.SAMPLES} <= EVENTS.keys()
 
 
 # ---- the writer ------------------------------------------------------------------------------------------------------

@@ -128,7 +128,6 @@ def add(group: Typer, command: Callable[..., None], name: str | None = None, tex
 
 
 def add_removed(app: Typer) -> None:
-    """Add the commands of earlier versions, which no help shows."""
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     for former in PRESENT:
         app.command(former, hidden=True, add_help_option=False, context_settings=settings)(_removed)

@@ -143,7 +143,6 @@ def check(
 
 
 def sentence(found: "Comparison") -> str:
-    """Return the result in words."""
     if not found.what:
         return f"equal: {found.steps} steps, {found.parameters} parameters: largest difference {found.largest:.1e}"
     where = f"step {found.step}: " if found.step else ""

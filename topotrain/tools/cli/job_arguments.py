@@ -39,7 +39,6 @@ def completion(is_offered: Callable[[str], bool]) -> Callable[[str], list[str]]:
 
 
 def job_file(help: str) -> Any:
-    """Return the argument for a job file."""
     complete = completion(lambda path: path.endswith(JOB_ENDINGS))
     return Argument(metavar="JOB.conf", help=help, show_default=False, autocompletion=complete)
 

@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +18,10 @@ from typer import Argument, Context, Option, Typer
 
 from topotrain.comm.store.store_url import RENDEZVOUS_VARIABLE
 from topotrain.config.job import ConfigError
-from topotrain.config.plain_text import printable
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli.command_line import PanelGroup, add
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, CommandFailed
+from topotrain.tools.summary_text import summary_text, text_table
 
 if TYPE_CHECKING:
     from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
@@ -99,7 +99,7 @@ def list_(url: Url = "", as_json: AsJson = False, former: Former = "") -> None:
             print("no jobs", file=sys.stderr)
         else:
             rows = [(each.id, each.state, _when(each), str(each.units), each.name) for each in records]
-            print(_table([("id", "state", "started", "units", "name"), *rows]))
+            print(text_table([("id", "state", "started", "units", "name"), *rows], words=5))
 
 
 def view(where: Where = "", job: JobName = "", as_json: AsJson = False, former: Former = "") -> None:
@@ -203,7 +203,6 @@ for _name, _text in {"leave": LEAVE, "join": JOIN}.items():
 def print_once(workspace: Path, as_json: bool) -> None:
     """Print the state of a workspace's job. Raises ConfigError or BadInput."""
     from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-    from topotrain.tools.summary_text import summary_text
 
     with closing(RecordedWorkspace(workspace)) as recorded:
         found = recorded.history.summary()
@@ -221,10 +220,8 @@ def print_record(where: str, job: str, as_json: bool) -> None:
     seen = f"{max(0.0, time.time() - record.heartbeat):.0f} s ago" if record.heartbeat else "none"
     rows = [("id", record.id), ("name", record.name), ("state", record.state), ("started", _when(record))]
     rows += [("units", str(record.units)), ("hosts", ", ".join(record.hosts)), ("sign of life", seen)]
-    print(_table(rows))
+    print(text_table(rows, words=2))
     if record.summary is not None:
-        from topotrain.tools.summary_text import summary_text
-
         print(f"\n{summary_text(record.summary)}")
 
 
@@ -281,7 +278,6 @@ def _request(where: str, job: str, wish: "JobRequest", as_json: bool) -> None:
 
 @contextmanager
 def _notice() -> Iterator[None]:
-    """Print a notice when the answer of the job takes long."""
     text = "topotrain: the job has not answered yet (Ctrl-C ends this command, and not the change)"
     timer = threading.Timer(NOTICE_S, print, (text,), {"file": sys.stderr, "flush": True})
     timer.start()
@@ -324,12 +320,3 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
 
 def _when(record: "JobRecord") -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Return columns of equal width."""
-    # Names and hosts come from other processes, and must not control the terminal.
-    clean = [tuple(map(printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*clean)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in clean)
-    return "\n".join(lines)

@@ -143,7 +143,6 @@ def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -
 
 
 def _as_before(job: Job, snapshot: str) -> Job:
-    """Return the job with the layout of a snapshot."""
     from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS
 
     former = arguments.snapshot_job(Path(snapshot))[0].cluster

@@ -50,7 +50,6 @@ class PageAccess:
         return self._session
 
     def login_refusal(self) -> str:
-        """Return why a login was refused."""
         if self._token is None:
             return "this address was used already; `topotrain watch WORKSPACE` prints a new one"
         return "wrong token: open the address that topotrain has printed"

@@ -43,7 +43,6 @@ class PageFiles:
 
 
 def page_files() -> PageFiles:
-    """Return the files of the page."""
     index, style = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("index.html", STYLE))
     modules = sorted(_FOLDER.glob("*.js"), key=lambda path: (path.name == _FIRST, path.name))
     script = "\n".join(_IMPORTS.sub("", path.read_text(encoding="utf-8")) for path in modules)

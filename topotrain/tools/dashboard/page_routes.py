@@ -73,7 +73,6 @@ class PageRoutes:
             time.sleep(_LOOK_S)
 
     def admits(self, request: HttpRequest) -> bool:
-        """Return whether a request comes from the page."""
         return self._is_inside(request) and not self._refusal(request)
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
@@ -146,7 +145,6 @@ class PageRoutes:
         return replace(_text(charts.text, "text/javascript"), headers=kept)
 
     def _view(self, query: Mapping[str, str]) -> HttpAnswer:
-        """Return the whole view of a run, or what is new."""
         cursor = query.get("cursor", "")
         known = int(cursor) if re.fullmatch("[0-9]{1,18}", cursor) else None
         if known is not None:

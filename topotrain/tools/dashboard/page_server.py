@@ -55,7 +55,6 @@ def served_page(bound: ListeningSocket, runs: Mapping[Path, HistorySource], turn
 
 
 def announce(bound: ListeningSocket, url: str) -> None:
-    """Print the address on stderr."""
     say(f"the page is at {url}")
     if bound.fingerprint:
         say(f"its certificate is this process's own; SHA-256 {bound.fingerprint}")

@@ -30,7 +30,6 @@ class RunFigures:
 
 
 def run_figures(view: Mapping[str, Any]) -> RunFigures:
-    """Return the figures of a run, which has this view."""
     job = view["job"]
     return RunFigures(job["ended"] is None, _state(job), _settings(view), _results(job), _curves(view))
 
@@ -61,7 +60,6 @@ def _state(job: Mapping[str, Any]) -> str:
 
 
 def _results(job: Mapping[str, Any]) -> dict[str, str]:
-    """Return what a run has reached, as text."""
     loss, rate = job["loss"], job["samples_per_s"]
     return {
         "step": f"{job['step'] or 0:,}",

@@ -53,7 +53,6 @@ def environment_report(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def own_version() -> str:
-    """Return the version of the running code."""
     # Not from the package's metadata, which may belong to another installation than this checkout.
     return str(getattr(sys.modules[_PACKAGE.name], "__version__", UNKNOWN))
 
@@ -71,7 +70,6 @@ def commit(folder: Path) -> str | None:
 
 
 def installed(package: str) -> str | None:
-    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -106,7 +104,6 @@ def _built_for(cuda: str | None, hip: str | None) -> str:
 
 
 def _gpus(cuda: Any) -> list[dict[str, Any]]:
-    """Return the GPUs that torch sees."""
     try:
         known = [cuda.get_device_properties(number) for number in range(cuda.device_count())]
     except (RuntimeError, AssertionError) as error:  # a driver that does not fit, or a busy GPU
@@ -130,7 +127,6 @@ def _cpu() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the name of this machine's processor."""
     # Some architectures have no such line.
     found = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or UNKNOWN
@@ -179,7 +175,6 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    """Return the report as lines of a name and a value."""
     rows = list(_rows(report))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {printable(value)}" for name, value in rows)

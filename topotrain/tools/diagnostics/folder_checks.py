@@ -23,7 +23,6 @@ _TICK_S = 0.05  # the kernel stamps files with a clock of coarse steps
 
 
 def workspace_findings(workspace: Path) -> Iterator[Finding]:
-    """Yield the findings about the workspace of a job."""
     folder = nearest(workspace)
     try:
         difference = clock_difference(folder)
@@ -61,7 +60,6 @@ def clock_difference(folder: Path) -> float:
 
 
 def clock_finding(name: str, folder: Path, difference: float) -> Finding:
-    """Return the finding about the clock of a folder's file system."""
     if abs(difference) <= CLOCK_S:
         return ok(name, f"files in {folder} have this machine's time")
     order = "ahead of" if difference > 0 else "behind"
@@ -70,7 +68,6 @@ def clock_finding(name: str, folder: Path, difference: float) -> Finding:
 
 
 def space_finding(folder: Path, free: int) -> Finding:
-    """Return the finding about the free space of a folder's file system."""
     text = f"{free / 1e9:,.1f} GB are free in {folder}"
     if free >= LITTLE_BYTES:
         return ok("free space", text)

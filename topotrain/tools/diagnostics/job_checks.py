@@ -63,7 +63,6 @@ def findings(
 
 
 def program_finding(program: str) -> Finding:
-    """Return the finding about the training script or module that the job file names."""
     module = module_of(program)
     try:
         path = Path(program if module is None else find_module(module))
@@ -82,7 +81,6 @@ def program_finding(program: str) -> Finding:
 
 
 def memory_finding(units: int, count: int, limit: int | None) -> Finding:
-    """Return the finding about the memory of Python and torch in all processes."""
     # Processes of a unit are forks of one process, and share a part.
     needed = ITSELF * count - COMMON * (count - units)
     text = f"{count} processes take about {needed / 1e9:,.1f} GB before the model"
@@ -95,7 +93,6 @@ def memory_finding(units: int, count: int, limit: int | None) -> Finding:
 
 
 def shared_memory_finding(found: Mapping[str, int] | None) -> Finding:
-    """Return the finding about the file system of shared memory."""
     name, advice = str(SHARED_MEMORY), "start the container with --shm-size=1g, or use num_workers=0"
     # Topotrain's shared memory is anonymous (memfd), so it counts as memory and not here.
     need = "loaders with num_workers above 0 need it; the job's own shared memory does not"
@@ -107,7 +104,6 @@ def shared_memory_finding(found: Mapping[str, int] | None) -> Finding:
 
 
 def version_finding(facts: Mapping[str, Any]) -> Finding:
-    """Return the finding about the versions of topotrain, Python, and libraries."""
     python = ".".join(map(str, sys.version_info[:3]))
     if "error" in facts:
         return failed("versions", f"torch {facts['error']}", "install it again: pip install 'topotrain'")
@@ -122,7 +118,6 @@ def version_finding(facts: Mapping[str, Any]) -> Finding:
 
 
 def gpu_finding(job: Job, topology: Topology, facts: Mapping[str, Any]) -> Finding:
-    """Return the finding about the GPUs that the job asks for."""
     gpus = [one for one in facts.get("gpus", ()) if "name" in one]
     broken = next((one["error"] for one in facts.get("gpus", ()) if "error" in one), "")
     there = f"torch sees {len(gpus)} here" + (f" ({broken})" if broken else "")

@@ -97,7 +97,6 @@ def _refers_here(host: str) -> bool:
 
 
 def host_findings(url: str, hosts: Sequence[str], environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each host of the job that is known."""
     names = dict.fromkeys([*hosts, *_named(url, environ)])
     for name in names:
         try:
@@ -115,7 +114,6 @@ def host_findings(url: str, hosts: Sequence[str], environ: Mapping[str, str]) ->
 
 
 def _named(url: str, environ: Mapping[str, str]) -> Iterator[str]:
-    """Yield the hosts that the rendezvous and the environment name."""
     scheme = parse(url).scheme if url else ""
     named = environ.get(RENDEZVOUS_VARIABLE, "") if scheme == "env" else url
     if named and parse(named).host:
@@ -127,7 +125,6 @@ def _named(url: str, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def port_finding(start: int, wanted: int) -> Finding:
-    """Return the finding about the ports of a job's processes on this machine."""
     wanted = min(wanted, LAST_PORT)
     taken: list[int] = []
     found: list[int] = []

@@ -21,7 +21,6 @@ MISSING = "needs tensorboard: pip install 'topotrain[tensorboard]'"
 
 
 def has_tensorboard() -> bool:
-    """Return whether TensorBoard is installed."""
     return find_spec("tensorboard") is not None
 
 

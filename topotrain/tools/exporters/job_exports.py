@@ -84,7 +84,6 @@ class JobExports:
             thread.join(until)
 
     def close(self) -> None:
-        """Stop serving."""
         if self._metrics is not None:
             self._metrics.close()
 

@@ -64,7 +64,6 @@ class MetricsServer:
         self._source = source
 
     def close(self) -> None:
-        """Stop listening."""
         self._server.close()
 
     def admits(self, request: HttpRequest) -> bool:

@@ -78,7 +78,6 @@ def compare(
 
 
 def row(entry: ComparedJob, result: JobResult) -> dict[str, Any]:
-    """Return a job's report with its label, conf and curve of (seconds, loss)."""
     data = result.report.as_data(result.outcome)
     return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}
 

@@ -233,7 +233,6 @@ class Report:
         return {who: last.own_s for who, last in lasts.items() if last is not None and last.own_s is not None}
 
     def _present(self) -> dict[str, ProcessTally]:
-        """Return the counters of the workers of the present layout."""
         return {worker.who: self._tallies[worker.who] for worker in self.states.workers()}
 
     def _paces(self) -> dict[str, Any]:
@@ -247,7 +246,6 @@ class Report:
         }
 
     def _processes(self) -> list[dict[str, Any]]:
-        """Return one entry per operating-system process that was reported."""
         tallies = self._tallies
         found: dict[tuple[int, int], list[Address]] = {}
         for unit in self.topology.units:
@@ -280,8 +278,6 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended, and its report."""
-
     outcome: JobOutcome
     report: Report
 
@@ -315,7 +311,6 @@ def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
 
 
 def _tables(held: Sequence[Tabled]) -> list[dict[str, Any]]:
-    """Return the rows and bytes of each table, in total and by server."""
     tables = {name: [one for one in held if one.table == name] for name in dict.fromkeys(one.table for one in held)}
     return [
         {
@@ -368,7 +363,6 @@ def _cause(failed: Failed | None) -> dict[str, str] | None:
 
 
 def story(cause: Failed, job: Job, topology: Topology) -> str:
-    """Return the first cause of a failed job as text, with its log."""
     residents = {str(r): r for unit in topology.units for r in (*unit.workers, *unit.servers)}
     resident = residents.get(cause.who)
     unit = f" (unit {topology.unit_of(resident)})" if resident else ""

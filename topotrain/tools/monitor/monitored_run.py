@@ -41,7 +41,6 @@ def train(
     exports: "JobExports | None" = None,  # for other tools
     folder: "RunFolder | None" = None,  # fills the run directory of each start
 ) -> "JobResult":
-    """Run one job with its displays."""
     from topotrain.launch.shared_forkserver import for_one_job
 
     with ExitStack() as stack:

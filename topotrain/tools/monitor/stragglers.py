@@ -52,6 +52,5 @@ def stragglers(topology: Topology, own: Mapping[str, float]) -> list[Straggler]:
 
 
 def _compared(topology: Topology) -> Iterator[list[str]]:
-    """Yield the workers that are compared with each other."""
     groups = [list(map(str, topology.workers(group))) for group in range(topology.worker_groups)]
     yield from groups if topology.workers_per_group > 1 else [[who for group in groups for who in group]]

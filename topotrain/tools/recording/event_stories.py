@@ -36,8 +36,6 @@ class Story(NamedTuple):
 
 
 class EventStories:
-    """Tells the moments of one job."""
-
     def __init__(self) -> None:
         self._resizes: set[int] = set()  # by number: they have a Recovered event, as losses have
 

@@ -107,8 +107,6 @@ class SeriesTable:
 
 @dataclass(slots=True)
 class StateTrack:
-    """The states of a process over time."""
-
     _entries: list[tuple[int, float, str]] = field(default_factory=list)
 
     @property

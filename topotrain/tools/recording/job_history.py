@@ -51,7 +51,6 @@ class JobHistory:
         self._forget()
 
     def _forget(self) -> None:
-        """Begin the history of another job."""
         self._begun = self._number  # a cursor before this is of the former job
         self._start = HistoryStart()
         self._changed = self._number
@@ -82,7 +81,6 @@ class JobHistory:
 
     @property
     def start(self) -> HistoryStart:
-        """The present start."""
         return self._start
 
     def lose(self) -> bool:

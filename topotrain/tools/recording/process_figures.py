@@ -55,8 +55,6 @@ class Staleness(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerFigures:
-    """The present figures of a worker."""
-
     step: int = 0
     loss: float | None = None
     log: dict[str, float] = field(default_factory=dict)
@@ -120,8 +118,6 @@ class WorkerFigures:
 
 @dataclass(slots=True)
 class ServerFigures:
-    """The present figures of a server."""
-
     updates: int = 0
     updates_per_s: float | None = None
     works: bool = False

@@ -38,8 +38,6 @@ _ENDED = {"finished": "finished", "away": "away"}
 
 
 class ProcessPhase(Enum):
-    """The phases of a worker or a server."""
-
     ABSENT = 0
     STARTED = 1
     CONNECTED = 2
@@ -85,7 +83,6 @@ class ProcessTrack:
 
     @property
     def group(self) -> int:
-        """Its worker group or server group."""
         return self.address.group
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, get_args
 
-from topotrain.core.events import EVENTS, Event, Output, Slices, from_json, to_json
+from topotrain.core.events import EVENTS, Event, Output, from_json, to_json
 
 VERSION = 1
 HEADER, END = "Recording", "RecordingEnd"
@@ -182,5 +182,3 @@ def _is_number(value: Any) -> bool:
 
 SAMPLES = ("StepDone", "Resources", "Traffic", "ServerLoad", "Logged", "LocalSteps", "Rounds", "Waits")
 """Events of which a later one of the same process tells the same of a later time. They are thinned with age."""
-ONCE = (Slices.__name__,)
-"""Events of which only the last one of a process counts."""

@@ -66,7 +66,6 @@ class DecisionFile:
         return [me for group in range(topology.server_groups) for me in topology.servers(group)]
 
     def entries(self, server: Address) -> list[Entry]:
-        """Return the entries of a server."""
         return list(decode_entries(self.parts.get(part_of(server), b"")))
 
     def last_version(self, group: int) -> int:
@@ -129,7 +128,6 @@ def load_decisions(path: Path) -> DecisionFile:
 
 
 def _description(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
-    """Return the description, of this version."""
     try:
         about = json.loads(archive.read(_DESCRIPTION))
         form, number = about["format"], about["version"]

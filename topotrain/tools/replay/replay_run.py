@@ -136,7 +136,6 @@ class ReplayRun(RunFolder):
             os.close(descriptor)
 
     def close(self) -> None:
-        """Forget all processes."""
         for worker in self._processes:
             self._forget(worker)
         self._processes.clear()

@@ -60,7 +60,6 @@ def probe(
 
 
 def summary(probe: "Probe") -> str:
-    """Return what was measured, as lines."""
     batch, optimizer, kernels = probe.batch, probe.optimizer, probe.kernels
     elements = sum(parameter.elements for parameter in probe.model)
     line = f", {batch.fixed_s * 1e3:.2f} + {batch.per_sample_s * 1e3:.4f} ms per sample" if batch.per_sample_s else ""

@@ -40,7 +40,6 @@ class ProcessStates(ProcessTable):
 
 
 def describe(workers: Sequence[ProcessTrack]) -> str:
-    """Describe all workers in one line."""
     low, high = min(each.figures.step for each in workers), max(each.figures.step for each in workers)
     steps = f"step {high}" if low == high else f"steps {low} to {high}"
     # As on the page: those of dead and absent workers are figures of an earlier time.

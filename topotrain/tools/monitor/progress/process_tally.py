@@ -35,7 +35,6 @@ class LossCurve:
 
 
 def mean_point(points: Sequence[Point]) -> Point:
-    """Return the mean time and loss of points."""
     return sum(t for t, _ in points) / len(points), sum(loss for _, loss in points) / len(points)
 
 
@@ -93,7 +92,6 @@ class ProcessTally:
 
     @property
     def whole(self) -> ProcessCounts:
-        """The counters of all processes."""
         # Not added up event by event: jobs have hundreds of processes, which report four times a second.
         return self.before.and_then(self._now())
 
