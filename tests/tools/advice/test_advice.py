@@ -15,11 +15,10 @@ from topotrain.config import job_file
 from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, Link
 from topotrain.config.topology import layout
 from topotrain.core.events import Event, StepDone
-from topotrain.tools.advice import trial_runs
+from topotrain.tools.advice import candidate, trial_runs
 from topotrain.tools.advice.advice import Advice, Rehearsed, advise
 from topotrain.tools.advice.advice_text import explain, job_text
-from topotrain.tools.advice.candidate import Candidate
-from topotrain.tools.advice.candidate_list import OWN, CandidateSource, LeftOut
+from topotrain.tools.advice.candidate import OWN, Candidate, LeftOut
 from topotrain.tools.advice.trial_runs import Trial
 from topotrain.tools.cli.performance.advise_command import trials_of
 from topotrain.tools.prediction.machines import Machines
@@ -34,8 +33,7 @@ BARE = Job(cluster=Cluster(auto=True))
 
 
 def collected(machines: Machines = EIGHT, job: Job = BARE, **probe: int) -> tuple[list[Candidate], list[LeftOut]]:
-    left_out: list[LeftOut] = []
-    return list(CandidateSource(timed_probe(**probe), machines, job).candidates(left_out)), left_out
+    return candidate.candidates(timed_probe(**probe), machines, job)
 
 
 def candidates(machines: Machines = EIGHT, job: Job = BARE, **probe: int) -> list[Candidate]:
@@ -117,7 +115,7 @@ def test_what_does_not_fit_into_memory_is_refused_with_both_numbers() -> None:
 
 def test_the_number_of_workers_on_a_host_follows_the_measured_times() -> None:
     for sharing, most in (({2: 1.0, 4: 1.1}, 4), ({2: 2.0, 4: 4.0}, 1), ({2: 1.7, 4: 4.0}, 2)):
-        found = CandidateSource(replace(timed_probe(cores=4), sharing=sharing), EIGHT, BARE).candidates([])
+        found = candidate.candidates(replace(timed_probe(cores=4), sharing=sharing), EIGHT, BARE)[0]
         several = {len(unit.workers) for each in found if each.used == 8 for unit in each.topology.units}
         assert max(several) == most
 
@@ -173,7 +171,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
     machines = Machines(hosts=2, cores=cores, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
     probe = replace(timed_probe(elements=4000, batch=12), sharing={2: 2.0})
     compared = 0
-    for each in CandidateSource(probe, machines, BARE).candidates([]):
+    for each in candidate.candidates(probe, machines, BARE)[0]:
         if each.job.cluster.compression is not Compression.kNone:
             continue
         prediction = predict(each.job, probe, each.machines)
@@ -249,15 +247,6 @@ def test_what_cannot_be_predicted_is_told() -> None:
     assert found.winner.candidate.needs and found.best_exact is None
     for text in (explain(found), job_text(found).replace("\n# ", " ")):
         assert "he script must allow its hidden gradients, applied on arrival" in text
-
-
-def test_a_mistake_in_a_predictor_is_not_hidden() -> None:
-    class Broken(ArithmeticPredictor):
-        def __call__(self, job: Job, probe: Probe, machines: Machines) -> Prediction:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        advise(timed_probe(), EIGHT, BARE, predictor=Broken())
 
 
 # ---- the advice ------------------------------------------------------------------------------------------------------

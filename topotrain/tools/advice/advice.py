@@ -1,14 +1,14 @@
 """The advice: the named blocks with their predictions, and the block to take."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.job_file import dumps_cluster
-from topotrain.tools.advice.candidate import Candidate
-from topotrain.tools.advice.candidate_list import CandidateSource, LeftOut, not_considered
+from topotrain.tools.advice.candidate import Candidate, LeftOut, candidates, not_considered
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
@@ -65,18 +65,14 @@ class Rehearsed:
         """The bytes of training state on the fullest host."""
         places = self.candidate.topology
         hosts = {str(each): places.host_of(each) for unit in places.units for each in (*unit.workers, *unit.servers)}
-        needed: dict[int, int] = {}
+        needed = Counter[int]()
         for each in self.prediction.memory:
-            host = hosts.get(each.process, 0)
-            needed[host] = needed.get(host, 0) + each.nbytes
+            needed[hosts.get(each.process, 0)] += each.nbytes
         return max(needed.values(), default=0)
 
     @property
     def traffic_bytes(self) -> float:
-        """The bytes that all processes send to other hosts, per worker step.
-
-        If there is one host, these are the bytes that they send to each other.
-        """
+        """The bytes that all processes send to other hosts, or on one host to each other, per worker step."""
         links = self.prediction.links
         between = [link for link in links if link.between_hosts]
         return sum(link.nbytes for link in (between if between or self.candidate.given > 1 else links))
@@ -95,7 +91,7 @@ class Rehearsed:
             "at_most_samples_per_s": self.bound.samples_per_s,
             "memory_bytes": self.memory_bytes,
             "traffic_bytes": self.traffic_bytes,
-            "staleness": {"mean": found.staleness.mean, "p95": found.staleness.p95, "max": found.staleness.max},
+            "staleness": asdict(found.staleness),
             "goodput": found.goodput,
             "changes": list(candidate.changes),
             "needs": candidate.needs,
@@ -106,21 +102,13 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The rehearsed layouts, the fastest first, and those that were not rehearsed.
-
-    Attributes:
-        machines: where the job is to run.
-        rehearsed: with predictions; never empty.
-        bounded: candidates of more processes than can be rehearsed, or after the time, with how fast they are at most.
-        refused: layouts that do not fit into memory.
-        left_out: layouts and settings that were not considered.
-    """
+    """The rehearsed layouts, and those that were not rehearsed."""
 
     machines: Machines
-    rehearsed: tuple[Rehearsed, ...]
-    bounded: tuple[tuple[Candidate, SpeedBound], ...]
-    refused: tuple[LeftOut, ...]
-    left_out: tuple[LeftOut, ...]
+    rehearsed: tuple[Rehearsed, ...]  # the fastest first; never empty
+    bounded: tuple[tuple[Candidate, SpeedBound], ...]  # of too many processes, or after the time
+    refused: tuple[LeftOut, ...]  # layouts that do not fit into memory
+    left_out: tuple[LeftOut, ...]  # layouts and settings that were not considered
 
     @property
     def winner(self) -> Rehearsed:
@@ -156,7 +144,7 @@ class Advice:
                 for candidate, bound in self.bounded
             ],
             "refused": [{"layout": each.what, "why": each.why} for each in self.refused],
-            "not_considered": [{"what": each.what, "why": each.why} for each in self.left_out],
+            "not_considered": [asdict(each) for each in self.left_out],
         }
 
 
@@ -187,11 +175,11 @@ def advise(
         ConfigError: no layout fits, or a straggler is none of the hosts.
     """
     began = time.monotonic()
-    left_out: list[LeftOut] = []
+    found, left_out = candidates(probe, machines, job)
+    found = [each for each in found if not (sync and each.changes)]
     refused: list[LeftOut] = []
     rehearsed: list[Rehearsed] = []
     bounded: list[tuple[Candidate, SpeedBound]] = []
-    found = [each for each in CandidateSource(probe, machines, job).candidates(left_out) if not (sync and each.changes)]
     for number, each in enumerate(found, 1):
         bound = speed_bound(each.job, each.topology, each.machines, probe)
         is_late = bool(rehearsed) and time.monotonic() - began >= within_s

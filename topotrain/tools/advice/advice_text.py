@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from topotrain.config.job_file import dumps
 from topotrain.tools.advice.advice import Advice, Rehearsed
-from topotrain.tools.advice.candidate_list import LeftOut
+from topotrain.tools.advice.candidate import LeftOut
 from topotrain.tools.plan.layout_plan import MB, columns
 from topotrain.tools.prediction.measured_errors import error_in_words
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES

@@ -37,19 +37,12 @@ _HIDDEN = {"grads": Grads.kHidden, "apply": Apply.kOnArrival}
 
 @dataclass(frozen=True, slots=True)
 class NamedBlock:
-    """A block by the fields that differ from their defaults.
-
-    Attributes:
-        cluster: fields of the block.
-        hosts: that it uses.
-        setting: what its name has behind framework and counts.
-        job: fields of the job around it.
-    """
+    """A block by the fields that differ from their defaults."""
 
     cluster: Mapping[str, Any]
-    hosts: int = 1
-    setting: str = ""
-    job: Mapping[str, Any] = field(default_factory=dict)
+    hosts: int = 1  # that it uses
+    setting: str = ""  # what its name has behind framework and counts
+    job: Mapping[str, Any] = field(default_factory=dict)  # fields of the job around it
 
 
 def on_one_host(workers: int) -> Iterator[NamedBlock]:
@@ -109,12 +102,10 @@ def over_hosts(hosts: int, workers: int, fewer: tuple[int, ...]) -> Iterator[Nam
 
 
 def _group(workers: int, per_host: int) -> dict[str, Any]:
-    """Return the counts of one synchronous group."""
     return {"nworkers_per_group": workers, "nworkers_per_procs": per_host}
 
 
 def _together(servers: int) -> dict[str, Any]:
-    """Return the counts of servers that share a unit."""
     return {"nservers_per_group": servers, "nservers_per_procs": servers}
 
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from topotrain.config.job import Job
 from topotrain.core.events import Event, Resources, StepDone
@@ -28,27 +27,20 @@ _LINES = 5
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A layout with its predicted and measured speed on this machine.
+    """A layout with its predicted and measured samples per second on this machine."""
 
-    Speeds are in samples per second. measured: None where the run gave no figure. note: why not.
-    """
-
-    label: str
+    layout: str
     predicted: float
-    measured: float | None
-    note: str = ""
-
-    def as_data(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
-        return {"layout": self.label, "predicted": self.predicted, "measured": self.measured, "note": self.note}
+    measured: float | None  # None: the run gave no figure
+    note: str = ""  # why not
 
     def explain(self) -> str:
         """Return a line."""
         if self.measured is None:
-            return f"{self.label}: predicted {self.predicted:,.0f} samples/s, not measured: {self.note}"
+            return f"{self.layout}: predicted {self.predicted:,.0f} samples/s, not measured: {self.note}"
         off = self.predicted / self.measured - 1
         return (
-            f"{self.label}: predicted {self.predicted:,.0f} samples/s, measured {self.measured:,.0f} "
+            f"{self.layout}: predicted {self.predicted:,.0f} samples/s, measured {self.measured:,.0f} "
             f"(the prediction is {abs(off):.0%} {'above' if off >= 0 else 'below'})"
         )
 

@@ -26,13 +26,9 @@ Measured: benchmarks/results, "What snapshots cost": 78 ms for 126 MB.
 
 
 def goodput(job: Job, topology: Topology, machines: Machines, probe: Probe, step_s: float) -> float | None:
-    """Return the share of the steps that failures and snapshots leave.
+    """Return the share of the steps that failures and snapshots leave; None: no failures were asked for.
 
-    The probed start is part of each pause, and the probed model is in each snapshot. step_s: the usual time of a step.
-    None: no failures were asked for.
-
-    Raises:
-        ConfigError: the job ends with a failure, or begins anew.
+    step_s: the usual time of a step. Raises ConfigError where a failure ends the job, or begins it anew.
     """
     mtbf_s = machines.mtbf_s
     if mtbf_s is None:
@@ -57,10 +53,7 @@ def goodput(job: Job, topology: Topology, machines: Machines, probe: Probe, step
 
 
 def _failing_hosts(job: Job, topology: Topology, machines: Machines) -> tuple[int, list[int]]:
-    """Return how many hosts take the job back, and for each group how many pause it.
-
-    Where all groups wait for each other, one number stands for all of them.
-    """
+    """Return how many hosts take the job back, and how many pause each group, or all that wait for each other."""
     with_servers = {machines.host_of(topology, server) for unit in topology.units for server in unit.servers}
     groups: dict[int, set[int]] = defaultdict(set)
     for unit in topology.units:

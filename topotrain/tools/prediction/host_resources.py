@@ -1,8 +1,4 @@
-"""The resources of a simulated host: its cores, and its link in both directions.
-
-Times are seconds of a simulation. Links are those of an emulated network (`comm.emulation.link`), with meters in the
-virtual time.
-"""
+"""The cores of a simulated host, and its link: that of an emulated network, in the virtual time."""
 
 import random
 from collections import deque
@@ -23,8 +19,7 @@ _PIECES = 24
 def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
     """Return how many times longer each of several processes computes.
 
-    processes: that compute at once. cores: of their host. sharing: measured factors by the number of processes. Empty:
-    cores are shared without loss.
+    sharing: measured factors by the number of processes. Empty: cores are shared without loss.
     """
     if processes <= 1:
         return 1.0
@@ -41,33 +36,21 @@ def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
 
 
 def sharing_on(machines: Machines, probe: Probe) -> tuple[int, Mapping[int, float]]:
-    """Return the cores of a host, and how its processes share them: see `slowdown`.
-
-    What was measured counts for hosts with as many cores as the probed one.
-    """
+    """Return the cores of a host, and how its processes share them, if that was measured for so many cores."""
     probed = probe.machine.cores
     cores = machines.cores or probed
     return cores, probe.sharing if cores == probed else {}
 
 
 def least_slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
-    """Return how many times longer each process of a host computes, at least.
-
-    Some may wait while others compute, so that fewer compute at once. Arguments: as for `slowdown`.
-    """
+    """Return how many times longer each process computes at least: while some wait, fewer compute at once."""
     # Between these numbers the work of a host rises or falls all the way.
     turns = {1, processes, *(number for number in (cores, *sharing) if number < processes)}
     return max(1.0, processes * min(slowdown(number, cores, sharing) / number for number in turns))
 
 
 class HostCores:
-    """The cores of one host, which all computing threads on it share alike.
-
-    Args:
-        sim: the virtual time.
-        count: of the cores.
-        sharing: as for `slowdown`.
-    """
+    """The cores of one host, which all computing threads on it share alike. sharing: as for `slowdown`."""
 
     def __init__(self, sim: Simulation, count: int, sharing: Mapping[int, float]) -> None:
         self._sim, self.count, self._sharing = sim, count, sharing
@@ -125,10 +108,7 @@ class HostCores:
 
 
 class LinkTime(Meter):
-    """The time until which one direction of a host's link is taken.
-
-    See `comm.emulation.link.Meter`. rate: bytes per second.
-    """
+    """The time until which one direction of a host's link is taken. rate: bytes per second."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
@@ -137,7 +117,6 @@ class LinkTime(Meter):
         """Seconds for which it was taken."""
 
     def seconds(self, nbytes: int) -> float:
-        """Return how long `nbytes` take the link."""
         return nbytes / self._rate
 
     def book(self, ready: float, nbytes: int) -> float:
@@ -149,14 +128,11 @@ class LinkTime(Meter):
 
 @dataclass(slots=True)
 class _Parcel:
-    """A message on its way.
+    """A message on its way."""
 
-    left: bytes that have not left yet. then: follows its arrival.
-    """
-
-    left: int
+    left: int  # bytes that have not left yet
     piece: int
-    then: Callable[[], None]
+    then: Callable[[], None]  # follows its arrival
 
     def leave(self) -> int:
         """Let the next piece leave; return its bytes."""
@@ -168,11 +144,7 @@ class _Parcel:
 class LinkQueue:
     """The messages of one connection between two hosts, in their order.
 
-    Args:
-        sim: the virtual time.
-        link: of each host.
-        up, down: the two directions that are used. None: no bandwidth bounds them.
-        dice: draws jitter and losses.
+    up, down: the two directions that are used; None: no bandwidth bounds them. dice: draws jitter and losses.
     """
 
     def __init__(

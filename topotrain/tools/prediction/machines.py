@@ -1,11 +1,8 @@
-"""The machines of a prediction.
-
-A prediction knows their cores and memory, the links between them, stragglers and failures.
-"""
+"""The machines of a prediction: cores, memory, links, stragglers and failures."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from topotrain.config.job import ConfigError, Job, Link, TransportChoice
 from topotrain.config.topology import Address, Topology, layout
@@ -19,37 +16,22 @@ _STRAGGLER = re.compile(r"(\d{1,9})x(\d+\.?\d*|\.\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """The machines of a job, which are all alike.
+    """The machines of a job, which are all alike."""
 
-    Attributes:
-        hosts: their number. 0: one, or with a link one for each unit of the layout.
-        cores: of each host. None: as many as the probed machine has.
-        link: of each host, full duplex. None: between hosts only the costs of a probed TCP transport.
-        stragglers: number of a worker, over all groups -> how many times longer it computes.
-        memory_bytes: of each host. None: not limited.
-        mtbf_s: mean time between two failures of one host. None: none fails.
-        emulated: the hosts are units on one machine (`run --emulate`), and share its cores.
-    """
-
-    hosts: int = 0
-    cores: int | None = None
-    link: Link | None = None
+    hosts: int = 0  # 0: one, or with a link one for each unit of the layout
+    cores: int | None = None  # of each host; None: as many as the probed machine has
+    link: Link | None = None  # of each host, full duplex; None: only the costs of a probed TCP transport
+    # By number of a worker, over all groups: how many times longer it computes.
     stragglers: Mapping[int, float] = field(default_factory=dict)
-    memory_bytes: int | None = None
-    mtbf_s: float | None = None
-    emulated: bool = False
+    memory_bytes: int | None = None  # of each host; None: not limited
+    mtbf_s: float | None = None  # mean time between two failures of one host; None: none fails
+    emulated: bool = False  # the hosts are units on one machine (`run --emulate`), and share its cores
 
     def with_job(self, job: Job) -> "Machines":
-        """Return these machines with the emulated link of a job, if it has one.
-
-        A link that these machines have already is kept.
-        """
-        emulated = job.cluster.link
-        if self.link is not None or emulated is None:
+        """Return these machines with the emulated link of a job, if they have none and it has one."""
+        if self.link is not None or job.cluster.link is None:
             return self
-        return Machines(
-            self.hosts, self.cores, emulated, self.stragglers, self.memory_bytes, self.mtbf_s, emulated=True
-        )
+        return replace(self, link=job.cluster.link, emulated=True)
 
     def host_of(self, topology: Topology, address: Address) -> int:
         """Return the number of the machine of a process. Emulated hosts are one machine."""
@@ -58,13 +40,8 @@ class Machines:
     def topology(self, job: Job, tcp_mbit: float = 0.0) -> Topology:
         """Place a job on these hosts: units in their order, each host with about as many.
 
-        Args:
-            job: the job.
-            tcp_mbit: the speed of TCP where no link bounds it, in Mbit/s; 0: not known. As in a job, the size of the
-                slices follows the speed of the slowest link.
-
-        Raises:
-            ConfigError: the counts of the cluster do not fit together, or no worker has the number of a straggler.
+        tcp_mbit: the speed of TCP where no link bounds it, in Mbit/s; 0: not known. As in a job, the size of the slices
+        follows the speed of the slowest link. Raises ConfigError where no worker has the number of a straggler.
         """
         plain = layout(job.cluster)
         units = len(plain.units)
@@ -85,18 +62,15 @@ class Machines:
         return tcp_mbit if bandwidth is None else min(bandwidth, tcp_mbit or bandwidth)
 
 
-def parse_count(option: str, text: str) -> int:
+def _parse_count(option: str, text: str) -> int:
     """Parse a number of hosts, or of cores. Raises ConfigError."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
         raise ConfigError(option, text, f"must be a whole number, 1 to {MOST_HOSTS}")
     return int(text)
 
 
-def parse_stragglers(text: str) -> Mapping[int, float]:
-    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5".
-
-    Raises ConfigError.
-    """
+def _parse_stragglers(text: str) -> Mapping[int, float]:
+    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5". Raises ConfigError."""
     found: dict[int, float] = {}
     for part in text.replace(" ", "").split(","):
         match = _STRAGGLER.fullmatch(part)
@@ -117,15 +91,12 @@ def parse_stragglers(text: str) -> Mapping[int, float]:
 def parse_machines(
     hosts: str = "", link: str = "", straggler: str = "", memory: str = "", mtbf: str = "", cores: str = ""
 ) -> Machines:
-    """Return the machines of these options, as text.
-
-    Empty: not given. Raises ConfigError.
-    """
+    """Return the machines of these options, as text; empty: not given. Raises ConfigError."""
     return Machines(
-        parse_count("--hosts", hosts) if hosts else 0,
-        parse_count("--cores", cores) if cores else None,
+        _parse_count("--hosts", hosts) if hosts else 0,
+        _parse_count("--cores", cores) if cores else None,
         amounts.link("--link", link) if link else None,
-        parse_stragglers(straggler) if straggler else {},
+        _parse_stragglers(straggler) if straggler else {},
         amounts.nbytes("--memory", memory) if memory else None,
         amounts.seconds("--mtbf", mtbf) if mtbf else None,
     )

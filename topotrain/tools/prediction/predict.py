@@ -1,7 +1,9 @@
 """Predict a job on certain machines from a probe."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -10,7 +12,7 @@ from topotrain.core.profiling.spans import ProcessSpans, Span, to_json
 from topotrain.tools.monitor import trace_export
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import Prediction
-from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, planned_memory, processes_of, steady
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, planned_memory, processes_of
 from topotrain.tools.prediction.rehearsal import Rehearsal, Stepped
 from topotrain.tools.prediction.rehearsal_result import RehearsalResult
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
@@ -40,12 +42,13 @@ def predict(
         ConfigError: the job does not fit the machines, or has something that cannot be predicted.
         OSError: the trace cannot be written.
     """
-    job, machines = steady(job), machines.with_job(job)
+    # As the job is after its start: all groups are there, and have warmed up.
+    job, machines = replace(job, warmup_steps=0, start_groups=0), machines.with_job(job)
     topology = machines.topology(job, probe.transports["tcp"].mbit)
     check(job, topology)
     optimizer_class(probe)
     # First: a job that does not fit need not be rehearsed.
-    planned_memory(job, probe, machines, topology)
+    memory = planned_memory(job, probe, machines, topology)
     if processes_of(topology) > MOST_PROCESSES:
         bound = speed_bound(job, topology, machines, probe)
         accepted = (
@@ -54,8 +57,8 @@ def predict(
         )
         raise ConfigError("workers and servers", processes_of(topology), accepted)
     with _enough_memory():
-        rehearsal = Rehearsal(job, probe, machines, seed, trace is not None, stepped)
-        predicted = RehearsalResult(rehearsal.run()).prediction()
+        rehearsal = Rehearsal(job, topology, probe, machines, seed, trace is not None, stepped)
+        predicted = RehearsalResult(rehearsal.run()).prediction(memory)
     if trace is not None:
         _write_trace(rehearsal, trace)
     return predicted
@@ -74,15 +77,15 @@ def _enough_memory() -> Iterator[None]:
 
 
 def _write_trace(rehearsal: Rehearsal, path: Path) -> None:
-    processes: dict[tuple[str, int, int], list[Span]] = {}
+    spans: dict[tuple[str, int, int], list[Span]] = defaultdict(list)
     names: dict[tuple[str, int, int], str] = {}
     for me, recorder in rehearsal.recorders.items():
         process = rehearsal.hosts.process_of(me)
         names.setdefault(process, str(me))
-        processes.setdefault(process, []).extend(recorder.kept())
+        spans[process].extend(recorder.kept())
     with TemporaryDirectory() as folder:
         # As the processes of a job write them, so that both traces are made alike.
-        for pid, (process, spans) in enumerate(processes.items(), 1):
-            made = ProcessSpans(names[process], pid, tuple(spans))
+        for pid, (process, name) in enumerate(names.items(), 1):
+            made = ProcessSpans(name, pid, tuple(spans[process]))
             (Path(folder) / f"{pid}.json").write_text(to_json(made), encoding="utf-8")
         trace_export.write(trace_export.collect(Path(folder)), path)

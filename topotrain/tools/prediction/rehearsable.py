@@ -1,8 +1,7 @@
 """Which jobs can be rehearsed, their memory, and whether they change updates."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from topotrain.config.job import Agreement, Compression, ConfigError, Job
 from topotrain.config.topology import Topology
@@ -20,26 +19,17 @@ def processes_of(topology: Topology) -> int:
     return topology.worker_groups * topology.workers_per_group + topology.server_groups * topology.shards
 
 
-def steady(job: Job) -> Job:
-    """Return the job as it is after its start.
-
-    All groups are there, and have warmed up.
-    """
-    return replace(job, warmup_steps=0, start_groups=0)
-
-
 def check(job: Job, topology: Topology) -> None:
     """Raise ConfigError for what cannot be rehearsed; it names the field."""
-    cluster = job.cluster
+    cluster, workers = job.cluster, topology.workers_per_group
     if job.splits:
         raise ConfigError("partition", None, "must be left out: a model that is split over workers cannot be predicted")
     if topology.torch_collective:
-        engine = cluster.engine.value
-        raise ConfigError("cluster.engine", engine, "must be kAuto or kOwn: torch.distributed cannot be predicted")
+        accepted = "must be kAuto or kOwn: torch.distributed cannot be predicted"
+        raise ConfigError("cluster.engine", cluster.engine.value, accepted)
     if cluster.replicas > 1:
         raise ConfigError("cluster.replicas", cluster.replicas, "must be 1: replicated servers cannot be predicted")
-    if cluster.outer is not None and topology.workers_per_group > 1:
-        workers = topology.workers_per_group
+    if cluster.outer is not None and workers > 1:
         accepted = "must be 1 with cluster.outer: a group that shares a replica cannot be predicted"
         raise ConfigError("cluster.nworkers_per_group", workers, accepted)
     if topology.worker_groups > 1 and topology.implicit:
@@ -48,18 +38,14 @@ def check(job: Job, topology: Topology) -> None:
 
 
 def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topology) -> Sequence[ProcessMemory]:
-    """Return the training state of each process.
-
-    Raises:
-        ConfigError: a host would need more than it has.
-    """
+    """Return the training state of each process. Raises ConfigError where a host needs more than it has."""
     optimizer = probe.optimizer
     planned = plan(job, PlannedSchema(probe.schema(), optimizer.state_factor, optimizer.momentum, (optimizer.name,)))
     if machines.memory_bytes is not None:
-        on_host: dict[int, int] = defaultdict(int)
+        on_host = Counter[int]()
         for process in planned.memory:
             on_host[topology.host_of(process.resident)] += process.total
-        host, most = max(on_host.items(), key=lambda each: each[1])
+        ((host, most),) = on_host.most_common(1)
         if most > machines.memory_bytes:
             needed = f"host {host} needs {most / 1e9:,.3g} GB of training state, without activations"
             raise ConfigError("--memory", f"{machines.memory_bytes / 1e9:,.3g} GB", f"is too little: {needed}")
@@ -67,10 +53,7 @@ def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topolog
 
 
 def changes(job: Job) -> tuple[str, ...]:
-    """Return the reasons why the updates of a job differ from those of one process.
-
-    Empty: they do not differ.
-    """
+    """Return why the updates of a job differ from those of one process; empty: they do not."""
     cluster = job.cluster
     several, implicit = cluster.nworker_groups > 1, cluster.nserver_groups == 0
     conditions = {

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
@@ -40,6 +40,10 @@ A worker that is slower than this by comparison may have made no measured step t
 _LIMIT_S, _YEAR_S = 1e9, 365.25 * 86400
 
 
+Stepped = Callable[[int, int], None]
+"""Is called at each step with the steps of all workers so far, and those after which the rehearsal ends."""
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """For how many seconds each resource was busy, up to a time."""
@@ -48,16 +52,12 @@ class Use:
     busy: Mapping[str, float]
 
 
-Stepped = Callable[[int, int], None]
-"""Is called at each step with the steps of all workers so far, and those after which the rehearsal ends."""
-
-
 class _Enough(BaseException):
     """All workers have made their steps, or the job as a whole has made enough."""
 
 
 class RehearsedServer(SimServer):
-    """A server with messages that take time. work: of its process."""
+    """A server with messages that take time."""
 
     def __init__(self, server: Server, transport: SimulatedTransport, work: ProcessWork) -> None:
         super().__init__(server, transport)
@@ -72,25 +72,20 @@ class RehearsedServer(SimServer):
 
 
 class Rehearsal(SimCluster):
-    """The rehearsal of one job.
+    """The rehearsal of one job, whose workers and servers `rehearsable.check` accepts.
 
-    Args:
-        job: with workers and servers that can be rehearsed (`rehearsable.check`).
-        probe: the times.
-        machines: hosts and links.
-        seed: of all draws.
-        traced: the spans of the second measured step are kept.
-        stepped: is called at each step.
+    traced: the spans of the second measured step are kept.
     """
 
     def __init__(
         self,
         job: Job,
+        topology: Topology,
         probe: Probe,
         machines: Machines,
-        seed: int = 0,
-        traced: bool = False,
-        stepped: Stepped = lambda made, most: None,
+        seed: int,
+        traced: bool,
+        stepped: Stepped,
     ) -> None:
         self.probe, self.machines = probe, machines
         self._traced, self._stepped = traced, stepped
@@ -100,18 +95,10 @@ class Rehearsal(SimCluster):
         self.recorders: dict[Address, WorkerRecorder | ServerRecorder] = {}
         self.work: dict[Address, ProcessWork] = {}
         self.shared = job.cluster.transport is not TransportChoice.kTcp
-        super().__init__(job, machines.topology(job, probe.transports["tcp"].mbit), seed, probe.schema())
+        super().__init__(job, topology, seed, probe.schema())
+        factors = machines.stragglers
         self.scripts = [
-            RehearsedWorker(
-                me=me,
-                job=job,
-                topology=self.topology,
-                client=self.clients[me],
-                work=self.work[me],
-                probe=probe,
-                factor=machines.stragglers.get(number, 1.0),
-                seed=seed,
-            )
+            RehearsedWorker(me, job, topology, self.clients[me], self.work[me], probe, factors.get(number, 1.0), seed)
             for number, me in enumerate(self.workers)
         ]
         for script in self.scripts if traced else ():
@@ -132,7 +119,7 @@ class Rehearsal(SimCluster):
                 if process not in self.work:
                     meters = WorkMeter(self.probe, coded), WorkMeter(self.probe, coded, optimizes=False)
                     cores = self.hosts.cores_of(process)
-                    self.work[process] = ProcessWork(str(process), self.sim, cores, meters, topology.inline)
+                    self.work[process] = ProcessWork(self.sim, cores, meters, topology.inline)
                 self.work[me] = self.work[process]
         return RehearsedTransport(self.sim, self.probe, self.hosts, self.work, self.messages)
 
@@ -147,7 +134,7 @@ class Rehearsal(SimCluster):
         return made
 
     def _waiter(self, me: Address) -> Waiter:
-        return ScriptWaiter(self.work[me], self.sim)
+        return ScriptWaiter(self.work[me])
 
     # --- how it runs -----------------------------------------------------------------------------------------------
 

@@ -1,7 +1,4 @@
-"""The prediction of a rehearsal that has run.
-
-It has times, parts of a step, waits, busy resources, and links.
-"""
+"""The prediction of a rehearsal that has run."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -10,8 +7,16 @@ from statistics import fmean, median
 from topotrain.config.topology import Address, Role
 from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.measured_errors import expected_error
-from topotrain.tools.prediction.prediction import BusyResource, LinkLoad, Prediction, Staleness, StepParts, Wait
-from topotrain.tools.prediction.rehearsable import changes, planned_memory, processes_of
+from topotrain.tools.prediction.prediction import (
+    BusyResource,
+    LinkLoad,
+    Prediction,
+    ProcessMemory,
+    Staleness,
+    StepParts,
+    Wait,
+)
+from topotrain.tools.prediction.rehearsable import changes, processes_of
 from topotrain.tools.prediction.rehearsal import Rehearsal
 from topotrain.tools.prediction.rehearsed.message_records import Moment
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker, StepRecord
@@ -20,24 +25,20 @@ _SHOWN_WAIT_S = 1e-6
 
 
 class RehearsalResult:
-    """The result of a rehearsal. rehearsal: it has run."""
+    """The result of a rehearsal that has run."""
 
     def __init__(self, rehearsal: Rehearsal) -> None:
         self._rehearsal = rehearsal
         self._first = rehearsal.measured.start
         self._steps = [record for script in rehearsal.scripts for record in script.records[self._first :]]
 
-    def prediction(self) -> Prediction:
-        """Return the prediction.
-
-        Raises ConfigError where a host has too little memory, or failures end the job.
-        """
+    def prediction(self, memory: Sequence[ProcessMemory]) -> Prediction:
+        """Return the prediction. Raises ConfigError where failures end the job."""
         rehearsal = self._rehearsal
         job, topology = rehearsal.job, rehearsal.topology
         times = sorted(record.ended - record.begun for record in self._steps)
         parts, waits = self._parts()
         begun = max(script.records[0].begun for script in rehearsal.scripts if script.records)
-        start_s = rehearsal.probe.start_s + begun
         step_s = median(times)
         return Prediction(
             framework=topology.framework,
@@ -49,9 +50,9 @@ class RehearsalResult:
             waits=waits,
             busiest=tuple(self._busiest()),
             links=tuple(self._links()),
-            memory=tuple(planned_memory(job, rehearsal.probe, rehearsal.machines, topology)),
+            memory=tuple(memory),
             staleness=self._staleness(),
-            start_s=start_s,
+            start_s=rehearsal.probe.start_s + begun,
             goodput=goodput(job, topology, rehearsal.machines, rehearsal.probe, step_s),
             error=expected_error(job, rehearsal.machines, topology, rehearsal.probe.machine.cores),
             same_as_one_process=not changes(job),
@@ -69,10 +70,7 @@ class RehearsalResult:
         return 1.0 / (usual + max(each.extra_s for each in group))
 
     def _measured(self, script: RehearsedWorker) -> Sequence[StepRecord]:
-        """Return the steps of a worker that count.
-
-        A slow worker may have made no step behind the first ones. Then all but its first one count.
-        """
+        """Return the steps of a worker that count: of a slow one all but its first one."""
         return script.records[self._first :] or script.records[1:]
 
     # --- a step ----------------------------------------------------------------------------------------------------
@@ -96,24 +94,19 @@ class RehearsalResult:
         return parts, tuple(wait for wait in waits if wait.seconds > _SHOWN_WAIT_S)
 
     def _moments(self, me: Address, record: StepRecord) -> Iterator[tuple[str, float, Address]]:
-        """Yield the parts of a step in their order.
-
-        Each has a name, an end, and a process. The process of a wait is the one that is waited for.
-        """
+        """Yield name, end and process of each part of a step; that of a wait is the one that is waited for."""
         yield "compute", record.computed, me
         messages, step = self._rehearsal.messages, record.number
         if record.exchanged:
-            for sent, left, here in (
-                (Moment.PUSHED, Moment.REDUCED, Moment.MEAN),
-                (Moment.COMMITTED, Moment.ANSWERED, None),
-            ):
+            rounds = (Moment.PUSHED, Moment.REDUCED, Moment.MEAN), (Moment.COMMITTED, Moment.ANSWERED, None)
+            for sent, left, here in rounds:
                 last = messages.last(sent, me.group, step)
-                yield "push", messages.time(sent, me, step) or 0.0, me
+                yield "push", messages.time(sent, me, step), me
                 if last is not None:
                     yield "wait", last[1], last[0]
-                yield "apply", messages.time(left, me, step) or 0.0, me
+                yield "apply", messages.time(left, me, step), me
                 if here is not None:
-                    yield "pull", messages.time(here, me, step) or 0.0, me
+                    yield "pull", messages.time(here, me, step), me
         yield "pull", record.ended, me
 
     def _staleness(self) -> Staleness:

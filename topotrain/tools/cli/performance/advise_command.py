@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,7 +110,7 @@ def advise(
             print(f"written: {out}")
     trials = list(trials_of(found, measured, tried, as_json, forkserver))
     if as_json:
-        more = {"tried": [each.as_data() for each in trials]} if tried else {}
+        more = {"tried": [asdict(each) for each in trials]} if tried else {}
         print(json.dumps(found.as_data() | more, indent=2))
 
 

@@ -1,6 +1,4 @@
-"""Seconds of a core that operations on tensors take.
-
-They are counted where the product calls the operations.
+"""Seconds of a core that the product's operations on tensors take.
 
 A rehearsal has tensors of the right sizes in which every value is zero. So large operations in place are counted and
 left out: zero plus zero is zero. Memory that is never written takes no room.
@@ -26,11 +24,8 @@ _MADE = frozenset({"zeros", "empty", "empty_strided", "zeros_like", "empty_like"
 class WorkMeter:
     """Seconds that a thread of a simulated process has worked, and not spent yet.
 
-    Args:
-        probe: has the costs of operations.
-        coded: messages are encoded. Otherwise the calls of the few operations for a message are in the probe's time
-            of a message.
-        optimizes: its optimizer counts. That of a script is in the probe's time of a step.
+    coded: messages are encoded. Otherwise the calls of the few operations for a message are in the probe's time of a
+    message. optimizes: its optimizer counts. That of a script is in the probe's time of a step.
     """
 
     def __init__(self, probe: Probe, coded: bool, optimizes: bool = True) -> None:
@@ -40,7 +35,6 @@ class WorkMeter:
         self.pending = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count work."""
         self.pending += seconds
 
     def take(self) -> float:
@@ -78,13 +72,7 @@ class WorkMeter:
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the thread that has entered this context.
-
-    Large operations in place are counted, and not done.
-
-    Args:
-        meter: counts them.
-    """
+    """Counts the operations of the thread that has entered this context. Large ones in place are not done."""
 
     def __init__(self, meter: WorkMeter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,7 +1,4 @@
-"""Records of the messages of a rehearsal.
-
-They have the bytes and messages of each step, and the times at which contributions were there.
-"""
+"""Records of the messages of a rehearsal: their sizes, and the moments of each step."""
 
 from collections import defaultdict
 from enum import Enum, auto
@@ -17,17 +14,13 @@ Pair = tuple[Address, Address]
 
 
 class Moment(Enum):
-    """Moments of a worker's step.
+    """Moments of a worker's step."""
 
-    PUSHED, COMMITTED: the last gradient, or the commit, is at its server. REDUCED, ANSWERED: the last mean, or the last
-    answer to the commit, has left a server. MEAN: the last mean is at the worker.
-    """
-
-    PUSHED = auto()
-    REDUCED = auto()
-    MEAN = auto()
-    COMMITTED = auto()
-    ANSWERED = auto()
+    PUSHED = auto()  # the last gradient is at its server
+    REDUCED = auto()  # the last mean has left a server
+    MEAN = auto()  # the last mean is at the worker
+    COMMITTED = auto()  # the commit is at its server
+    ANSWERED = auto()  # the last answer to the commit has left a server
 
 
 class MessageRecords:
@@ -47,7 +40,7 @@ class MessageRecords:
 
     def sent(self, me: Address, to: Address, message: m.Message, nbytes: int, now: float) -> None:
         """A message between two processes is sent."""
-        step = step_of(message)
+        step = _step_of(message)
         between_servers = me.role is to.role is Role.SERVER
         if step is None or (between_servers and not self._one_group):
             self.others[me, to].append((now, nbytes))
@@ -56,14 +49,14 @@ class MessageRecords:
 
     def left(self, me: Address, to: Address, message: m.Message, now: float) -> None:
         """A message has left its process."""
-        step = step_of(message)
+        step = _step_of(message)
         if step is not None and me.role is Role.SERVER and to.role is Role.WORKER:
             moment = Moment.REDUCED if isinstance(message, _MEANS) else Moment.ANSWERED
             self._times[moment, to, step] = now
 
     def arrived(self, me: Address, to: Address, message: m.Message, now: float) -> None:
         """A message is at its receiver."""
-        step = step_of(message)
+        step = _step_of(message)
         if step is None:
             return
         if isinstance(message, _MEANS):
@@ -73,24 +66,18 @@ class MessageRecords:
             self._times[moment, me, step] = now
             self._there[moment, me.group, step][me] = now
 
-    def time(self, moment: Moment, worker: Address, step: int) -> float | None:
-        """Return when the last message of a kind came, or went, in a step of a worker."""
-        return self._times.get((moment, worker, step))
+    def time(self, moment: Moment, worker: Address, step: int) -> float:
+        """Return when a moment of a worker's step was; 0: it has none."""
+        return self._times.get((moment, worker, step), 0.0)
 
     def last(self, moment: Moment, group: int, step: int) -> tuple[Address, float] | None:
-        """Return the worker that was last in a step of its group, and the time.
-
-        Its last message of a kind was there after those of the others. None: there was no such message.
-        """
+        """Return the worker of a group that came last to a moment of a step, and when; None: none came."""
         there = self._there.get((moment, group, step))
         return max(there.items(), key=lambda each: each[1]) if there else None
 
 
-def step_of(message: m.Message) -> int | None:
-    """Return the number of the step to which a message belongs.
-
-    It counts the steps of a worker group. None: the message belongs to no step.
-    """
+def _step_of(message: m.Message) -> int | None:
+    """Return the number of the step of a worker group to which a message belongs, or None."""
     if isinstance(message, m.StepDecision) and message.change:
         return None
     step = getattr(message, "step", None)

@@ -1,11 +1,8 @@
-"""The work of simulated processes on the cores of their hosts.
-
-A process handles messages one after another, and may have a script.
-"""
+"""The work of simulated processes: each handles one message after another, and may have a script."""
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
@@ -17,10 +14,7 @@ Action = Callable[[], None]
 
 
 class SerialWork:
-    """Work of one thread, piece by piece in the order in which it comes.
-
-    cores: of its host.
-    """
+    """Work of one thread on the cores of its host, piece by piece in the order in which it comes."""
 
     def __init__(self, cores: HostCores) -> None:
         self._cores = cores
@@ -53,18 +47,12 @@ class ProcessWork:
     A message takes the time of its receipt, then it is handled. Messages that are sent then leave when the
     work before them is done.
 
-    Args:
-        name: of the process.
-        sim: the virtual time.
-        cores: of its host.
-        meters: of the messages' thread, and of the script's.
-        on_script: messages are handled on the script's thread, while it waits.
+    meters: of the messages' thread, and of the script's. on_script: messages are handled on the script's thread, while
+    it waits.
     """
 
-    def __init__(
-        self, name: str, sim: Simulation, cores: HostCores, meters: tuple[WorkMeter, WorkMeter], on_script: bool
-    ) -> None:
-        self.name, self.cores = name, cores
+    def __init__(self, sim: Simulation, cores: HostCores, meters: tuple[WorkMeter, WorkMeter], on_script: bool) -> None:
+        self.cores = cores
         self.meter, self.script_meter = meters
         self.handling = False
         """Whether a message is being handled at this moment of the virtual time."""
@@ -142,10 +130,7 @@ class ProcessWork:
         self.compute(self.script_meter.take())
 
     def compute(self, seconds: float, idle: float = 0.0) -> None:
-        """Let the script compute for so many seconds of a core.
-
-        Then it stands still for `idle` seconds.
-        """
+        """Let the script compute for so many seconds of a core, and then stand still for `idle` seconds."""
         if seconds > 0:
             over: list[bool] = []
             self.cores.run(seconds, lambda: over.append(True))
@@ -154,10 +139,7 @@ class ProcessWork:
             self._sim.sleep(idle)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the script wait.
-
-        Only a message that is handled here can make `ready()` true.
-        """
+        """Let the script wait. Only a message that is handled here can make `ready()` true."""
         self.spend()
         self._news = True
         self._script_runs = False
@@ -172,27 +154,22 @@ class ProcessWork:
         return self._news
 
     def now(self) -> float:
-        """Return the time as the running code sees it.
-
-        It includes the work of this code since the last event.
-        """
+        """Return the time as the running code sees it, with its own work since the last event."""
         if self.handling:
             return self._sim.now + self._elapsed + self.meter.pending
         return self._sim.now + self.script_meter.pending
 
 
 class ScriptWaiter(Waiter):
-    """The waits of one worker's script. work: of its process."""
+    """The waits of one worker's script."""
 
-    def __init__(self, work: ProcessWork, sim: Simulation) -> None:
-        self._work, self._sim = work, sim
+    def __init__(self, work: ProcessWork) -> None:
+        self._work = work
 
     def update(self) -> AbstractContextManager[object]:
-        """Return an empty context: no other thread is running."""
-        return self._sim.update()
+        return nullcontext()  # no other thread is running
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Return when `ready()` is true."""
         self._work.wait(ready)
 
     def look(self) -> None:
@@ -200,7 +177,7 @@ class ScriptWaiter(Waiter):
 
 
 class VirtualClock(Clock):
-    """The virtual time as one process measures it. work: of the process."""
+    """The virtual time as one process measures it."""
 
     def __init__(self, work: ProcessWork) -> None:
         self._work = work

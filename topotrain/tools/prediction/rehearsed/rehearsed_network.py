@@ -3,6 +3,7 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,19 +24,12 @@ _NO_COST = ProbedTransport(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way from one endpoint to another one.
-
-    Attributes:
-        costs: of the transport.
-        inside: both are in one process, so no bytes travel.
-        viewable: the receiver reads the sender's memory.
-        link: between two hosts, with the thread that sends on it. None: the thread that has a message sends it.
-    """
+    """The way from one endpoint to another one."""
 
     costs: ProbedTransport
-    inside: bool = False
-    viewable: bool = True
-    link: tuple[SerialWork, LinkQueue] | None = None
+    inside: bool = False  # both are in one process, so no bytes travel
+    viewable: bool = True  # the receiver reads the sender's memory
+    link: tuple[SerialWork, LinkQueue] | None = None  # with the thread that sends on it; None: that of the message
 
     def send_s(self, nbytes: int) -> float:
         """Return the sender's seconds for a message."""
@@ -43,14 +37,7 @@ class Route:
 
 
 class Hosts:
-    """The hosts of a job: their cores, their links, and the routes between processes.
-
-    Args:
-        sim: the virtual time.
-        topology: places processes on hosts.
-        machines: the hosts.
-        probe: has the costs of transports, and how processes share cores.
-    """
+    """The hosts of a job: their cores, their links, and the routes between processes."""
 
     def __init__(self, sim: Simulation, topology: Topology, machines: Machines, probe: Probe) -> None:
         self._sim, self._topology, self._machines, self._probe = sim, topology, machines, probe
@@ -61,18 +48,15 @@ class Hosts:
         self._routes: dict[tuple[Address, Address], Route] = {}
 
     def cores_of(self, me: Address) -> HostCores:
-        """Return the cores of an endpoint's machine."""
         host = self._machines.host_of(self._topology, me)
         if host not in self.cores:
             self.cores[host] = HostCores(self._sim, *sharing_on(self._machines, self._probe))
         return self.cores[host]
 
     def route(self, me: Address, to: Address) -> Route:
-        """Return the route of messages from `me` to `to`."""
-        found = self._routes.get((me, to))
-        if found is None:
-            found = self._routes[me, to] = self._make(me, to)
-        return found
+        if (me, to) not in self._routes:
+            self._routes[me, to] = self._make(me, to)
+        return self._routes[me, to]
 
     def process_of(self, address: Address) -> tuple[str, int, int]:
         """Return what is the same for the endpoints of one process."""
@@ -82,7 +66,6 @@ class Hosts:
         return ("servers", self._topology.unit_of(address), 0)
 
     def far(self, me: Address, to: Address) -> bool:
-        """Whether two endpoints are on different hosts."""
         return not self._topology.together(me, to)
 
     def _make(self, me: Address, to: Address) -> Route:
@@ -113,7 +96,7 @@ class Hosts:
 
 
 class CountedEndpoint(Endpoint):
-    """An endpoint of which the operations count. work: of its process."""
+    """An endpoint of which the operations count as work of its process."""
 
     def __init__(self, endpoint: Endpoint, work: ProcessWork) -> None:
         self._endpoint, self._work = endpoint, work
@@ -130,15 +113,7 @@ class CountedEndpoint(Endpoint):
 
 
 class RehearsedTransport(SimulatedTransport):
-    """Carries messages with the times that they take.
-
-    Args:
-        sim: the virtual time.
-        probe: has the costs.
-        hosts: have the routes.
-        work: of the process of each endpoint.
-        records: of what is sent.
-    """
+    """Carries messages with the times that they take."""
 
     def __init__(
         self,
@@ -167,11 +142,7 @@ class RehearsedTransport(SimulatedTransport):
     def _leave(self, me: Address, to: Address, message: Message, nbytes: int) -> None:
         """Let a message leave its process now, and travel along its route."""
         self._records.left(me, to, message, self._sim.now)
-        route = self._hosts.route(me, to)
-
-        def arrive() -> None:
-            self._arrive(me, to, message, nbytes)
-
+        route, arrive = self._hosts.route(me, to), partial(self._arrive, me, to, message, nbytes)
         if route.link is None:
             self._sim.at(self._sim.now + route.costs.latency_s, arrive)
             return

@@ -1,7 +1,4 @@
-"""The script of one rehearsed worker.
-
-It runs the product's worker on a model without memory, with the probed times.
-"""
+"""The script of a rehearsed worker: the product's worker, on a model without memory, with the probed times."""
 
 import inspect
 import math
@@ -31,23 +28,15 @@ from topotrain.training.worker import Worker, WorkerMemory
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one worker, in seconds of the rehearsal.
+    """One step of one worker, in seconds of the rehearsal."""
 
-    Attributes:
-        number: of the step of its group, from 0.
-        begun, computed, ended: when it began, when its last gradient was computed, and when its values were there.
-        exchanged: whether the worker pushed in this step.
-        staleness: as in `StepOutcome`.
-        late: the group has made the step without this worker, whose batch counts for nothing and is given again.
-    """
-
-    number: int
+    number: int  # of the step of its group, from 0
     begun: float
-    computed: float
-    ended: float
-    exchanged: bool
+    computed: float  # when its last gradient was
+    ended: float  # when its values were there
+    exchanged: bool  # the worker pushed in this step
     staleness: tuple[int, ...]
-    late: bool = False
+    late: bool  # the group has made the step without this worker, whose batch is given again
 
 
 class RehearsedModel(nn.Module):
@@ -61,10 +50,7 @@ class RehearsedModel(nn.Module):
 
 
 class _Ready(torch.autograd.Function):
-    """A node that gives one parameter its gradient at its time in the backward.
-
-    The one without a parameter ends the backward.
-    """
+    """Gives a parameter its gradient at its time in the backward. The node without a parameter ends the backward."""
 
     @staticmethod
     def forward(
@@ -82,13 +68,7 @@ class _Ready(torch.autograd.Function):
 
 
 class ComputedStep:
-    """The computing of one step.
-
-    Args:
-        work: of the process.
-        forward_s, backward_s: seconds of a core.
-        factor: how many times longer this worker takes than the probed machine.
-    """
+    """The computing of one step: seconds of a core, times the factor by which the worker is slower."""
 
     def __init__(self, work: ProcessWork, forward_s: float, backward_s: float, factor: float) -> None:
         self._work, self._forward_s, self._backward_s, self._factor = work, forward_s, backward_s, factor
@@ -97,7 +77,6 @@ class ComputedStep:
         """When the last gradient was there."""
 
     def forward(self) -> None:
-        """Compute the forward."""
         self._compute(self._forward_s)
 
     def backward_until(self, share: float) -> None:
@@ -113,10 +92,7 @@ class ComputedStep:
 
 
 def optimizer_class(probe: Probe) -> type[Optimizer]:
-    """Return the class of the probed optimizer.
-
-    Raises ConfigError where torch has none of this name.
-    """
+    """Return the class of the probed optimizer. Raises ConfigError where torch has none of this name."""
     name = probe.optimizer.name.rpartition(".")[2]
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
@@ -124,11 +100,8 @@ def optimizer_class(probe: Probe) -> type[Optimizer]:
     return cls
 
 
-def make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
-    """Make the probed optimizer. inside: it runs in the worker.
-
-    Raises ConfigError where torch has none of this name.
-    """
+def _make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
+    """Make the probed optimizer. inside: it runs in the worker."""
     cls = optimizer_class(probe)
     settings: dict[str, Any] = {"lr": 1e-3}
     known = inspect.signature(cls).parameters
@@ -142,14 +115,7 @@ def make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
 class RehearsedWorker:
     """One worker of a rehearsal, which makes steps until it is stopped.
 
-    Args:
-        me: the worker.
-        job, topology: the job.
-        client: of the worker.
-        work: of its process.
-        probe: has the times.
-        factor: how many times longer it computes.
-        seed: of its steps' times.
+    factor: how many times longer it computes.
     """
 
     def __init__(
@@ -201,31 +167,19 @@ class RehearsedWorker:
     def _open(self) -> Worker:
         cluster = self._job.cluster
         model = RehearsedModel(self._probe)
-        optimizer = make_optimizer(self._probe, model, cluster.outer is not None)
+        optimizer = _make_optimizer(self._probe, model, cluster.outer is not None)
         inner = None
         if cluster.outer is not None:
             inner = InnerOptimizer(optimizer, cluster, model.named_parameters(), clock=self.clock)
         parts = describe_model(model, (), (optimizer,) if inner is None else inner.optimizers)
         memory = WorkerMemory(PrivateMemory())
-        worker = Worker(
-            me=self.me,
-            job=self._job,
-            topology=self._topology,
-            parts=parts,
-            optimizers=(optimizer,),
-            client=self._client,
-            memory=memory,
-            local=inner,
-        )
+        worker = Worker(self.me, self._job, self._topology, parts, (optimizer,), self._client, memory, local=inner)
         worker.start()
         self._client.channel.spans.step_done(0)
         return worker
 
     def _order(self, parts: ModelParts) -> Sequence[tuple[nn.Parameter, float]]:
-        """Return the parameters with gradients in the order of the forward.
-
-        Each has the share of the backward after which its gradient is there.
-        """
+        """Return trained parameters in the order of the forward, with the share of the backward when each is ready."""
         ready = [(probed.ready, tensor) for probed, tensor in zip(self._probe.model, parts.tensors, strict=True)]
         trained = [(share, tensor) for share, tensor in ready if tensor.requires_grad]
         # Backward goes the other way.
@@ -262,14 +216,10 @@ class RehearsedWorker:
         work.spend()
         late = outcome is not None and outcome.late
         staleness = () if outcome is None or late else outcome.staleness
-        exchanged = worker.committed != number
-        return StepRecord(number, begun, step.computed, work.now(), exchanged, staleness, late)
+        return StepRecord(number, begun, step.computed, work.now(), worker.committed != number, staleness, late)
 
     def _drawn(self) -> float:
-        """Draw how much longer than the mean a step takes.
-
-        It is a log-normal factor of the probed spread.
-        """
+        """Draw how much longer than the mean a step takes: a log-normal factor of the probed spread."""
         spread = self._probe.spread
         if not spread:
             return 1.0
