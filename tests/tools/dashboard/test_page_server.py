@@ -251,14 +251,17 @@ def test_a_recording_of_a_later_version_is_said_in_one_line(tmp_path: Path) -> N
             assert answer.status == 500 and "version 99" in answer.text and answer.text.count("\n") == 1
 
 
-def test_the_page_of_a_launcher_reads_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_a_launcher_reads_no_file_and_asks_for_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(RecordingFollower, "_open")
     with (
         recorder_of(job_of(tmp_path)) as recorder,
-        served_page(bind_page(), {tmp_path: recorder}, QUICK_S) as url,
+        served_page(bind_page(), {tmp_path: recorder}, QUICK_S, lone=True) as url,
     ):
         page = PageClient(url)
         page.login()
+        assert 'data-source="lone"' in page.get("/").text, "it need not ask for other runs"
         assert page.get("/api/view").data["processes"] == []
         recorder(step("worker 0/0", 7))
         until(lambda: page.get("/api/view?cursor=0").data["job"]["step"] == 7)

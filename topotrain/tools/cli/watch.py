@@ -136,6 +136,6 @@ def watched(port: int | None, host: str, workspace: str, recorder: "JobRecorder"
     from topotrain.tools.dashboard.page_server import announce, bind_page, served_page
 
     bound = bind_page(port, host, "--watch", "--watch-host")
-    with served_page(bound, {Path(workspace).absolute(): recorder}) as url:
+    with served_page(bound, {Path(workspace).absolute(): recorder}, lone=True) as url:
         announce(bound, url)
         yield

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_files
+from topotrain.tools.dashboard.page_files import EMBEDDED, LIBRARY, LIVE, SCRIPT, STYLE, page_files
 from topotrain.tools.dashboard.process_logs import tails_of
 from topotrain.tools.dashboard.run_comparison import compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs, read_runs
@@ -51,7 +51,7 @@ def mailed_page(
     )
     text = page.index
     for old, new in (
-        ('data-source="live"', 'data-source="embedded"'),
+        (LIVE, EMBEDDED),
         (_FIRST_META, f'{_FIRST_META}\n<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         (_STYLE_LINK, f"<style {_STYLE_NAMES}>{page.style}</style>"),
         (_SCRIPT_LINK, f'<script type="module">{script}</script>'),

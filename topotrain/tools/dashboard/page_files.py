@@ -12,6 +12,8 @@ from pathlib import Path
 STYLE, SCRIPT = "style.css", "page.js"
 LIBRARY = "<!-- library -->"
 """The place in the index of the library of the charts."""
+LIVE, LONE, EMBEDDED = (f'data-source="{source}"' for source in ("live", "lone", "embedded"))
+"""Where the page's data come from: a server of any runs, that of one run alone, or the file."""
 _FOLDER = Path(__file__).parent / "page"
 _FIRST = "main.js"  # begins the page when all other modules are there
 _IMPORTS = re.compile(r"^import .*\n|^export ", re.MULTILINE)

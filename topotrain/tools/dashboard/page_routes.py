@@ -23,7 +23,7 @@ from urllib.parse import parse_qs
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard.page_access import PageAccess
-from topotrain.tools.dashboard.page_files import LIBRARY, SCRIPT, STYLE, page_files
+from topotrain.tools.dashboard.page_files import LIBRARY, LIVE, LONE, SCRIPT, STYLE, page_files
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.run_comparison import RunFigures, compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs
@@ -53,12 +53,13 @@ class PageRoutes:
         runs: by their workspaces, which have the logs.
         access: gives the cookie.
         turn_s: for which each request for what is new is held, so that pages ask about that often.
+        lone: no other run will come, so that pages do not ask for one.
     """
 
     headers = HEADERS
 
-    def __init__(self, runs: Mapping[Path, HistorySource], access: PageAccess, turn_s: float) -> None:
-        self._runs, self._access, self._turn_s = runs, access, turn_s
+    def __init__(self, runs: Mapping[Path, HistorySource], access: PageAccess, turn_s: float, lone: bool) -> None:
+        self._runs, self._access, self._turn_s, self._lone = runs, access, turn_s, lone
         self._files = page_files()
         self._ending = threading.Event()
         self._expected: deque[float] = deque(maxlen=64)
@@ -130,7 +131,8 @@ class PageRoutes:
     def _index(self) -> HttpAnswer:
         charts = self._files.library
         script = "" if charts is None else f'{charts.placeholders}<script defer src="static/{charts.name}"></script>'
-        return _text(self._files.index.replace(LIBRARY, script, 1), "text/html")
+        index = self._files.index.replace(LIVE, LONE if self._lone else LIVE, 1)
+        return _text(index.replace(LIBRARY, script, 1), "text/html")
 
     def _file(self, name: str) -> HttpAnswer:
         charts = self._files.library

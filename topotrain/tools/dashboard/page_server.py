@@ -39,13 +39,15 @@ def bind_page(
 
 
 @contextmanager
-def served_page(bound: ListeningSocket, runs: Mapping[Path, HistorySource], turn_s: float = TURN_S) -> Iterator[str]:
+def served_page(
+    bound: ListeningSocket, runs: Mapping[Path, HistorySource], turn_s: float = TURN_S, lone: bool = False
+) -> Iterator[str]:
     """Serve the page of runs, by their workspaces, for the length of the block.
 
-    Yields the address that works once. turn_s: between two answers to a page.
+    Yields the address that works once. turn_s: between two answers to a page. lone: no other run will come.
     """
     access = PageAccess(bound.names, bound.port, bound.tls is not None, bound.tls is None)
-    routes = PageRoutes(runs, access, turn_s)
+    routes = PageRoutes(runs, access, turn_s, lone)
     server = HttpServer(bound, routes, "page")
     try:
         yield f"{bound.url}{LOGIN}?token={access.token}"

@@ -3,6 +3,7 @@
 import { byId } from "./elements.js";
 import { JobView } from "./job_view.js";
 
+const SOURCE = document.documentElement.dataset.source;
 const AGAIN_MS = 2000;
 const RUNS_MS = 4000;
 const NEW_RUNS_MS = 15000;
@@ -12,7 +13,7 @@ const pause = (ms) => new Promise((done) => { setTimeout(done, ms); });
 
 /** `live`: there is a server. Without one all data are in the page. */
 export class DataSource {
-  live = document.documentElement.dataset.source === "live";
+  live = SOURCE !== "embedded";
 
   /** Call `listener.onView`, `onDelta`, `onRuns` and `onConnection` as data arrive. */
   constructor(listener) {
@@ -44,14 +45,15 @@ export class DataSource {
 
   async _compare() {
     let runs = [];
-    do {
+    while (true) {
       // Null: nothing is new.
       const found = await this._ask(`runs?known=${runs.map((run) => run.cursor)}`);
       if (found?.length > 1) this._listener.onRuns(runs = found);
+      if (SOURCE !== "live") return;
       // Another one may begin in a folder of runs at any time.
       await pause(runs.some((run) => run.running) ? RUNS_MS : NEW_RUNS_MS);
       await seen();
-    } while (this.live);
+    }
   }
 
   // Null: there is no server any more.
