@@ -10,7 +10,7 @@ import pytest
 from job_runner import JobRunner
 from library_forkserver import OFFLINE, served_libraries
 from shells import Shells, open_shells
-from unit_hosts import HostNetwork
+from unit_hosts import HostNetwork, Units
 
 
 @pytest.fixture
@@ -37,6 +37,14 @@ def library_runner(tmp_path: Path, loaded_at: str, warm_at: str, monkeypatch: py
 def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
     with open_shells(tmp_path, warm_at) as opened:
         yield opened
+
+
+@pytest.fixture
+def units(runner: JobRunner) -> Iterator[Units]:
+    """Makes jobs whose units are started one by one."""
+    made = Units(runner)
+    yield made
+    made.clean_up()
 
 
 @pytest.fixture(scope="session")

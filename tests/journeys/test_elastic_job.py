@@ -2,6 +2,7 @@
 
 import pytest
 from job_runner import JobRunner
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -9,6 +10,7 @@ SUM = "on_failure: kContinue reduce: kSum"
 APART = "server_worker_separate: true nservers_per_group: 2"
 
 
+@soak_only  # of units: test_units.py
 def test_a_group_leaves_and_comes_again_and_another_one_comes_for_the_first_time(runner: JobRunner) -> None:
     cluster, extra = f"nworker_groups: 3 {APART}", f"{SUM} start_groups: 2"
     ended = runner.run(cluster, "coming.py", str(runner.folder / "job"), extra=extra)

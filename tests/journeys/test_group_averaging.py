@@ -4,7 +4,7 @@ import pytest
 import torch
 from job_runner import HOGWILD, JobRunner
 from killed_jobs import killed, resumed
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -22,12 +22,6 @@ def test_groups_that_average_train(runner: JobRunner, cluster: str) -> None:
     assert sum(process["samples"] for process in ended.report["processes"]) == 96 * 6
     assert all(torch.isfinite(value).all() for value in ended.final.values() if value.is_floating_point())
     assert ended.report["server_groups_apart"]["exchanges"] > 0
-
-
-def test_gossip_counts_every_sample_once(runner: JobRunner) -> None:
-    """A sample counts in the values of one group, and a third of it in their mean."""
-    cells = runner.run(GOSSIP, "ledger.py", extra="reduce: kSum").final["cells"]
-    assert torch.allclose(cells * 3, torch.full_like(cells, 2), atol=1e-3), cells
 
 
 def test_gossip_goes_on_from_a_snapshot_of_all_groups(runner: JobRunner) -> None:
@@ -48,6 +42,7 @@ def test_a_dead_server_ends_the_attempt_and_the_next_one_counts_every_sample_onc
     assert f"the whole job starts again from {ended.workspace}" in ended.err
 
 
+@soak_only
 def test_a_dead_worker_starts_again_beside_its_server(runner: JobRunner) -> None:
     words = (str(runner.folder / "job"), "worker 1/0", "1", "3")
     ended = runner.run(GOSSIP, "mortal.py", *words, extra="reduce: kSum")
@@ -57,6 +52,7 @@ def test_a_dead_worker_starts_again_beside_its_server(runner: JobRunner) -> None
     assert incident["who"] == "worker 1/0", incident
 
 
+@soak_only
 def test_elastic_averaging_goes_on_from_its_center(runner: JobRunner) -> None:
     """Every sample of three epochs has moved the center, and none of them by more than it counts."""
     workspace = killed(runner, ELASTIC, "ledger", "snapshot_s: 0.1 reduce: kSum", 12)
@@ -64,17 +60,3 @@ def test_elastic_averaging_goes_on_from_its_center(runner: JobRunner) -> None:
     assert found is not None and found.version > 0
     cells = resumed(runner, workspace).final["cells"]
     assert bool((cells > 0).all()) and bool((cells < 3).all()), cells
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        (["cluster.agreement=kGossip", "cluster.moving_rate=0.5"], "cluster.moving_rate = 0.5: must be 0 without"),
-        (["cluster.agreement=kElastic", "cluster.moving_rate=1.5"], "cluster.moving_rate = 1.5: must be a number"),
-        (["cluster.agreement=kElastic", "cluster.nserver_groups=1"], "cluster.agreement = kElastic: must be left out"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(runner: JobRunner, settings: list[str], error: str) -> None:
-    options = [word for setting in settings for word in ("--set", setting)]
-    ended = runner.run(HOGWILD, "small.py", code=2, options=options)
-    assert error in ended.err and "Traceback" not in ended.err

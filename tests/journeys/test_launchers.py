@@ -18,7 +18,7 @@ from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, add_slurm, open_sandbox
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -117,7 +117,7 @@ def needed(name: str) -> None:
         pytest.skip("no mpirun (Debian: openmpi-bin)")
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
+@pytest.mark.parametrize("name", soaked(["srun", "mpirun"], ["submitit", "torchrun"]))
 def test_a_synchronous_job_ends_with_the_bits_of_run(
     name: str, jobs: LaunchedJobs, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -131,34 +131,16 @@ def test_a_synchronous_job_ends_with_the_bits_of_run(
     assert jobs.left() == ""
 
 
-def test_a_batch_job_is_queued(jobs: LaunchedJobs) -> None:
-    needed("slurm")
-    done = jobs.launch("slurm", DOWNPOUR, "small.py", options=("--nodes=2", "--json"))
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    jobs.sandbox.wait_for("the job", ["scontrol", "show", "job", told["job"]], "JobState=COMPLETED")
-    assert jobs.final()
-    assert "main says hello" in Path(told["output"]).read_text()
-
-
-def test_what_slurm_refuses_is_bad_input(jobs: LaunchedJobs) -> None:
-    needed("slurm")
-    done = jobs.launch("slurm", DOWNPOUR, "small.py", options=("--pass=--partition=nowhere",))
-    assert done.returncode == 2
-    assert "nowhere" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
+@soak_only
 @pytest.mark.parametrize(
     ("name", "cluster", "options"),
-    soaked(
-        [
-            ("srun", THREE, ("--nodes=2",)),  # in step, so that the worker surely comes to the step at which it fails
-            ("submitit", ONE, ("--wait",)),
-            ("torchrun", ONE, ()),
-        ],
-        [("slurm", ONE, ("--wait",)), ("mpirun", ONE, ())],
-    ),
+    [
+        ("srun", THREE, ("--nodes=2",)),  # in step, so that the worker surely comes to the step at which it fails
+        ("submitit", ONE, ("--wait",)),
+        ("torchrun", ONE, ()),
+        ("slurm", ONE, ("--wait",)),
+        ("mpirun", ONE, ()),
+    ],
 )
 def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], jobs: LaunchedJobs) -> None:
     needed(name)
@@ -188,6 +170,7 @@ raise SystemExit(process.wait())
 """
 
 
+@soak_only
 def test_ctrl_c_ends_a_step_of_slurm(jobs: LaunchedJobs) -> None:
     needed("srun")
     done = jobs.launch("srun", ONE, "wrong.py", "endless", through=INTERRUPT)
@@ -230,6 +213,9 @@ def test_a_job_that_nears_its_time_limit_is_queued_again_and_goes_on(name: str, 
 def test_a_job_without_a_snapshot_is_not_queued_again(jobs: LaunchedJobs) -> None:
     """It would be queued for ever."""
     needed("slurm")
+    refused = jobs.launch("slurm", DOWNPOUR, "small.py", options=("--pass=--partition=nowhere",))
+    assert refused.returncode == 2, "what Slurm refuses is bad input"
+    assert "nowhere" in refused.stderr and "Traceback" not in refused.stderr
     hold = jobs.folder / "hold"
     hold.touch()
     options = ("--json", "--requeue", "--pass=--time=60", "--set=grace_s=0.5")
@@ -254,6 +240,7 @@ raise SystemExit(process.returncode != 0)
 """
 
 
+@soak_only
 def test_scancel_leaves_a_snapshot_from_which_the_job_goes_on(jobs: LaunchedJobs) -> None:
     """Slurm signals every process of the step, and kills what is left after its KillWait."""
     needed("srun")
@@ -271,7 +258,8 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", soaked(["slurm", "srun"], ["torchrun", "mpirun"]))
+@soak_only
+@pytest.mark.parametrize("name", CHANGES)
 def test_a_group_or_a_worker_leaves_and_joins(name: str, jobs: LaunchedJobs) -> None:
     needed(name)
     cluster, options = CHANGES[name]

@@ -3,65 +3,136 @@
 import json
 import os
 import signal
-import subprocess
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from job_runner import JobRunner
-from process_pool import client
+from job_runner import ALLREDUCE, JobRunner
 from redis_server import MISSING, redis_server
 from shells import alive
-from soak_cases import soaked
-from unit_hosts import TOKEN, HostNetwork, Job, covered, hastily, newest, wait
+from soak_cases import soak_only
+from unit_hosts import TOKEN, HostNetwork, Job, Units, covered, wait
 
 from topotrain.comm.store import open_store
 
 pytestmark = pytest.mark.journey
 
 SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 1 server_worker_separate: true"
-ALLREDUCE = "nworkers_per_group: 3 nservers_per_group: 3"
 PAIRS = "nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 server_worker_separate: true transport: kTcp"
 SANDBLASTER_OF_THREE = "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"
 DOWNPOUR = "nworker_groups: 3 nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true"
-HASTILY = hastily(0.3, 1.5)
 SERVER_UNIT = 3
 """The unit of DOWNPOUR that has the servers."""
 
 
-@pytest.fixture
-def begun(runner: JobRunner) -> Iterator[Callable[..., Job]]:
-    """Starts the units of a ledger, and returns when there is a snapshot."""
-    made: list[Job] = []
+def leader(job: Job) -> int:
+    """The rank of the unit that leads, according to the store."""
+    with closing(open_store(job.url.partition("?")[0], bytes.fromhex(TOKEN))) as store:
+        (key,) = (key for key in store.keys("jobs/") if key.endswith("/leader"))
+        return int(json.loads(store.get(key) or b"")["rank"])
 
-    def begin(
-        cluster: str,
-        units: int,
-        epochs: int,
-        url: str = "",
-        program: str = "ledger.py",
-        network: HostNetwork | None = None,
-    ) -> Job:
-        url = url or (runner.folder / "store").as_uri() + "?job=ledger"
-        hosts = [None] * units if network is None else [1 if rank == 0 else 0 for rank in range(units)]
-        job = Job(runner, cluster, program, ["--epochs", str(epochs), "--step-s", "0.03"], hosts, url, network)
-        reduce = "reduce: kSum" if program == "ledger.py" else ""
-        job.conf.write_text(f"{reduce} snapshot_s: 0.3\n{job.conf.read_text()}")
-        made.append(job)
-        for rank in range(units):
-            job.start(rank, command=HASTILY)
-        wait(lambda: newest(job))
-        return job
 
-    yield begin
-    for job in made:
-        for unit in job.units.values():
-            unit.process.send_signal(signal.SIGCONT)
-            unit.kill()
+def replace_unit_0(job: Job) -> int:
+    """Unit 0 is lost and started again; return who leads when the whole job trains again."""
+    former = job.pids(0)
+    job.lose(0)
+    job.start_hastily(0)
+    wait(lambda: set(job.pids(0)) - set(former))
+    job.trains()
+    second = leader(job)
+    assert second != 0
+    return second
+
+
+def test_leaders_are_lost_and_frozen_and_the_bits_are_those_of_a_calm_job(runner: JobRunner, units: Units) -> None:
+    calm = runner.run(ALLREDUCE, "steady.py", "--epochs", "8", name="calm").final
+    pace = ("--epochs", "8", "--step-s", "0.1", "--on", str(runner.folder / "on"))
+    job = units.job(ALLREDUCE, "steady.py", *pace, hosts=3, store="file", extra="snapshot_s: 0.3 restarts: 9")
+    job.begin()
+    # The second leader is lost while it waits for unit 0 to come back.
+    job.lose(0)
+    wait(lambda: leader(job))
+    second = leader(job)
+    job.lose(second)
+    job.start_hastily(0, second)
+    job.trains()
+    # The third one, which was there all the time, is stopped for longer than its lease, and its processes with it.
+    third = leader(job)
+    assert third == 3 - second
+    frozen = [job.units[third].process.pid, *job.pids(third)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    wait(lambda: leader(job) != third)
+    for pid in frozen:
+        # The unit goes on first, and may have ended its processes before it is their turn here.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    job.trains()
+    # The fourth one and another unit are lost at once.
+    lost = {0, second}
+    assert leader(job) in lost
+    job.lose(*lost)
+    job.start_hastily(*lost)
+    job.end_well()
+    job.check_bits(calm)
+    assert f"unit {third} leads the job no longer" in job.said[third]
+    assert "leads the job from now on (term" in job.said[third]
+    assert "the whole job starts again from" in job.said[third]
+    assert job.reporter == third, "the unit that leads at the end writes the report"
+    assert {incident["action"] for incident in job.report["incidents"]} == {"the whole job starts again"}
+
+
+def test_unit_0_does_not_come_back(units: Units, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
+    job = units.paced(SANDBLASTER, 40, hosts=3, store="file")
+    job.begin()
+    pids = job.pids(1, 2)
+    job.lose(0)
+    ended = job.end()
+    assert [code for code, _, _ in ended.values()] == [1, 1]
+    for _, _, err in ended.values():
+        assert f"unit 0 on {socket.gethostname()}" in err
+        assert "vanished without a word, and within 4 s no replacement was started" in err
+        assert "with `resume: true` the same job goes on from there" in err
+    assert pids and not alive(pids)
+
+
+@soak_only
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+def test_a_leader_is_lost_when_its_job_is_about_to_end(
+    units: Units, monkeypatch: pytest.MonkeyPatch, delay_s: float
+) -> None:
+    """The result is there. The other units know that all is done, or they wait for unit 0: both of them the same."""
+    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
+    job = units.job(ALLREDUCE, "ledger.py", "--epochs", "1", "--step-s", "0.03", hosts=3, store="file")
+    job.start_hastily(0, 1, 2)
+    wait(lambda: (job.workspace / "final.safetensors").exists())
+    time.sleep(delay_s)
+    job.lose(0)
+    ended = job.end()
+    codes = {rank: code for rank, (code, _, _) in ended.items()}
+    assert codes in ({1: 0, 2: 0}, {1: 1, 2: 1}), ended
+    if codes[1]:
+        assert all("within 4 s no replacement was started" in err for _, _, err in ended.values()), ended
+
+
+@soak_only  # in one process: launch/multinode/test_unit_membership.py
+@pytest.mark.parametrize("both", [False, True])
+def test_a_signal_while_there_is_no_leader(units: Units, both: bool) -> None:
+    job = units.paced(SANDBLASTER, 40, hosts=3, store="file")
+    job.begin()
+    pids = job.pids(1, 2)
+    job.lose(0)
+    for rank in (1, 2) if both else (1,):
+        job.units[rank].process.send_signal(signal.SIGINT)
+    ended = job.end()
+    assert {rank: code for rank, (code, _, _) in ended.items()} == {1: 130, 2: 130}
+    assert pids and not alive(pids)
+    if not both:
+        assert "to unit 1" in ended[2][2], ended[2][2]
 
 
 @pytest.fixture
@@ -74,6 +145,78 @@ def redis(tmp_path: Path) -> Iterator[str]:
         yield url
 
 
+def test_groups_leave_and_join_under_the_next_leader_which_is_then_lost(units: Units, redis: str) -> None:
+    """Unit 0 has worker 0/0, which no job can do without; the leader after it has a group that this one can."""
+    job = units.paced(DOWNPOUR, 24, hosts=4, store=redis)
+    job.begin()
+    second = replace_unit_0(job)
+    store = [redis, "--job", "job"]
+    left = job.ask("leave", *store, "--group", "2", "--json")
+    assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
+    # Any unit takes a request, and the one that leads decides. On another machine there is only the unit there.
+    for rank in range(4):
+        folder = job.folder / f"elsewhere-{rank}"
+        folder.mkdir()
+        (folder / f"control-{rank}").symlink_to((job.workspace / f"control-{rank}").readlink())
+        (folder / f"control-{(rank + 1) % 4}").symlink_to(job.folder / "nowhere")
+        refused = job.ask("leave", str(folder), "--group", "0")
+        assert refused.returncode == 2 and "so it stays to the end" in refused.stderr, refused.stderr
+    joined = job.ask("join", str(folder), "--group", "2")
+    assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
+    refused = job.ask("join", *store, "--group", "1")
+    assert refused.returncode == 2 and "group 1 trains" in refused.stderr, refused.stderr
+    refused = job.ask("join", redis, "--job", "jab", "--group", "1")
+    assert refused.returncode == 2 and "known jobs: job" in refused.stderr, refused.stderr
+    job.lose(second)
+    if second == SERVER_UNIT:  # the others cannot do without it
+        job.start_hastily(second)
+    else:
+        gone = f"unit {second}, which had its workers, is gone"
+        wait(lambda: gone in job.ask("join", *store, "--group", str(second)).stderr)
+    job.end_well()
+    job.check_ledger(24)
+    actions = [incident["action"] for incident in job.report["incidents"]]
+    again = "the whole job starts again"
+    assert actions == [again, again if second == SERVER_UNIT else f"the job goes on without group {second}"]
+
+
+@soak_only  # in one process: launch/multinode/test_succession.py
+def test_workers_leave_and_join_over_the_loss_of_a_leader(units: Units) -> None:
+    """The number of workers has changed when unit 0 is lost, and the next leader changes it again."""
+    job = units.paced(SANDBLASTER_OF_THREE, 8, hosts=4, store="file")
+    job.begin()
+    store = [job.url.partition("?")[0], "--job", "job", "--json"]
+    left = job.ask("leave", *store, "--workers", "1")
+    assert json.loads(left.stdout)["workers"] == 2, left.stderr
+    replace_unit_0(job)
+    left = job.ask("leave", *store, "--workers", "1")
+    assert json.loads(left.stdout)["workers"] == 1, left.stderr
+    joined = job.ask("join", *store, "--workers", "1")
+    assert json.loads(joined.stdout)["workers"] == 2, joined.stderr
+    refused = job.ask("join", *store, "--workers", "2")
+    assert "and 4 were started: start all again with more of them" in refused.stderr + refused.stdout
+    job.end_well()
+    job.check_ledger(8)
+
+
+def test_leaders_and_units_with_copies_of_servers_are_lost(units: Units) -> None:
+    job = units.paced(PAIRS + " replicas: 2", 8, hosts=3, store="file", extra="restarts: 9")
+    job.begin()
+    covered(job, 2)
+    job.lose(1, 2)  # both copies
+    job.start_hastily(1, 2)
+    job.trains()
+    second = replace_unit_0(job)
+    covered(job, 2)
+    job.lose(second)  # one copy, and nothing restarts
+    job.end_well()
+    job.check_ledger(8)
+    *restarts, last = job.report["incidents"]
+    again = [incident["who"] for incident in restarts if incident["action"] == "the whole job starts again"]
+    assert again[-1] == "unit 0" and {"unit 1", "unit 2"} & {*again[:-1]}
+    assert (last["who"], last["action"][:45]) == (f"unit {second}", "the second copies of its servers go on; fresh")
+
+
 @pytest.fixture
 def redis_at_host_0(tmp_path: Path, network: HostNetwork) -> Iterator[str]:
     if MISSING:
@@ -84,236 +227,12 @@ def redis_at_host_0(tmp_path: Path, network: HostNetwork) -> Iterator[str]:
         yield url
 
 
-def kill_host(job: Job, rank: int) -> None:
-    """All processes of a unit at once, as if its host had lost its power."""
-    unit = job.units.pop(rank)
-    os.killpg(unit.process.pid, signal.SIGKILL)
-    for pid in pids_of(job, rank):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    unit.kill()
-
-
-def leader(job: Job) -> int:
-    """Who leads, according to the store."""
-    with closing(open_store(job.url.partition("?")[0], bytes.fromhex(TOKEN))) as store:
-        (key,) = (key for key in store.keys("jobs/") if key.endswith("/leader"))
-        return int(json.loads(store.get(key) or b"")["rank"])
-
-
-def pids_of(job: Job, rank: int) -> list[int]:
-    """Of the workers and servers of a unit."""
-    path = job.workspace / f"processes-{rank}.json"
-    entries = json.loads(path.read_text()) if path.exists() else []
-    return [entry["pid"] for entry in entries if entry["pid"] and (entry["workers"] or entry["servers"])]
-
-
-def replace_unit_0(job: Job) -> int:
-    """Unit 0 is lost and started again; return who leads when the whole job trains again."""
-    former = pids_of(job, 0)
-    kill_host(job, 0)
-    job.start(0, command=HASTILY)
-    wait(lambda: set(pids_of(job, 0)) - set(former))
-    number = newest(job)
-    wait(lambda: newest(job) > number + 1)
-    return leader(job)
-
-
-def reporter(job: Job) -> int:
-    """The only unit with a report."""
-    (rank,) = (rank for rank in job.units if text_of(job, rank))
-    return rank
-
-
-def text_of(job: Job, rank: int) -> str:
-    path = job.folder / f"report-{rank}.json"
-    return path.read_text() if path.exists() else ""
-
-
-def report(job: Job) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text_of(job, reporter(job)))
-    return found
-
-
-def right(job: Job, epochs: int) -> bool:
-    return all(bool((cells == epochs).all()) for cells in job.final.values())
-
-
-def test_unit_0_does_not_come_back(begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
-    job = begun(SANDBLASTER, 3, 40)
-    kill_host(job, 0)
-    ended = job.end()
-    assert [code for code, _, _ in ended.values()] == [1, 1]
-    for _, _, err in ended.values():
-        assert "unit 0 on" in err
-        assert "vanished without a word, and within 4 s no replacement was started" in err
-        assert "with `resume: true` the same job goes on from there" in err
-
-
-@pytest.mark.parametrize("delay_s", soaked([0.0], [4.0]))
-def test_two_of_three_units_are_lost_and_started_again(begun: Callable[..., Job], delay_s: float) -> None:
-    """The leader and another unit: at once; in the soak also about when one is elected."""
-    job = begun(SANDBLASTER, 3, 4)
-    kill_host(job, 0)
-    time.sleep(delay_s)
-    kill_host(job, 1)
-    for rank in (1, 0):
-        job.start(rank, command=HASTILY)
-    job.end_well()
-    assert right(job, 4)
-
-
-def test_each_leader_is_lost_once_more_before_the_job_trains_again(begun: Callable[..., Job]) -> None:
-    """The second leader dies while it waits for unit 0 to come back."""
-    job = begun(ALLREDUCE, 3, 4)
-    kill_host(job, 0)
-    wait(lambda: leader(job))
-    second = leader(job)
-    kill_host(job, second)
-    job.start(0, command=HASTILY)
-    job.start(second, command=HASTILY)
-    job.end_well()
-    assert right(job, 4)
-    assert reporter(job) == 3 - second, "the only unit that was there all the time"
-
-
-@pytest.mark.parametrize("delay_s", soaked([0.0], [0.2]))
-def test_a_leader_is_lost_when_its_job_is_about_to_end(
-    begun: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, delay_s: float
-) -> None:
-    """The result is there. The other units know that all is done, or they wait for unit 0: both of them the same."""
-    monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
-    job = begun(ALLREDUCE, 3, 1)
-    wait(lambda: (job.workspace / "final.safetensors").exists())
-    time.sleep(delay_s)
-    kill_host(job, 0)
-    ended = job.end()
-    codes = {rank: code for rank, (code, _, _) in ended.items()}
-    assert codes in ({1: 0, 2: 0}, {1: 1, 2: 1}), ended
-    if codes[1]:
-        assert all("within 4 s no replacement was started" in err for _, _, err in ended.values()), ended
-    assert right(job, 1)
-
-
-@pytest.mark.parametrize("both", soaked([False], [True]))
-def test_a_signal_while_there_is_no_leader(begun: Callable[..., Job], both: bool) -> None:
-    job = begun(SANDBLASTER, 3, 40)
-    kill_host(job, 0)
-    for rank in (1, 2) if both else (1,):
-        job.units[rank].process.send_signal(signal.SIGINT)
-    ended = job.end()
-    assert {rank: code for rank, (code, _, _) in ended.items()} == {1: 130, 2: 130}
-    assert not alive([pid for rank in (1, 2) for pid in pids_of(job, rank)])
-    if not both:
-        assert "to unit 1" in ended[2][2], ended[2][2]
-
-
-def ask(job: Job, *words: str) -> "subprocess.CompletedProcess[str]":
-    environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
-    command = [*client(job.runner.warm_at), "-m", "topotrain", "jobs", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=job.folder)
-
-
-def test_groups_leave_and_join_under_the_next_leader_which_is_then_lost(begun: Callable[..., Job], redis: str) -> None:
-    """Unit 0 has worker 0/0, which no job can do without; the leader after it has a group that this one can."""
-    job = begun(DOWNPOUR, 4, 40, f"{redis}?job=ledger")
-    second = replace_unit_0(job)
-    assert second != 0
-    store = [redis, "--job", "ledger"]
-    left = ask(job, "leave", *store, "--group", "2", "--json")
-    assert json.loads(left.stdout) == {"group": 2, "text": "group 2 has left"}, left.stderr
-    # Any unit takes a request, and the one that leads decides.
-    for rank in range(4):
-        folder = job.folder / f"elsewhere-{rank}"
-        folder.mkdir()
-        (folder / "control-0").symlink_to((job.workspace / f"control-{rank}").readlink())
-        refused = ask(job, "leave", str(folder), "--group", "0")
-        assert refused.returncode == 2 and "so it stays to the end" in refused.stderr, refused.stderr
-    joined = ask(job, "join", str(folder), "--group", "2")
-    assert joined.stdout == "topotrain: group 2 starts (incarnation 1)\n", joined.stderr
-    kill_host(job, second)
-    if second == SERVER_UNIT:  # the others cannot do without it
-        job.start(second, command=HASTILY)
-    job.end_well()
-    assert right(job, 40)
-    actions = [incident["action"] for incident in report(job)["incidents"]]
-    assert actions[0] == "the whole job starts again"
-    if second != SERVER_UNIT:
-        assert actions[1] == f"the job goes on without group {second}"
-
-
-def test_workers_leave_and_join_over_the_loss_of_a_leader(begun: Callable[..., Job]) -> None:
-    """The number of workers has changed when unit 0 is lost, and the next leader changes it again."""
-    job = begun(SANDBLASTER_OF_THREE, 4, 12)
-    url = job.url.partition("?")[0]
-    store = [url, "--job", "ledger", "--workers", "1", "--json"]
-    left = ask(job, "leave", *store)
-    assert json.loads(left.stdout)["workers"] == 2, left.stderr
-    assert replace_unit_0(job) != 0
-    left = ask(job, "leave", *store)
-    assert json.loads(left.stdout)["workers"] == 1, left.stderr
-    joined = ask(job, "join", *store)
-    assert json.loads(joined.stdout)["workers"] == 2, joined.stderr
-    job.end_well()
-    assert right(job, 12)
-
-
-def test_a_frozen_unit_0_follows_the_unit_that_was_elected(begun: Callable[..., Job]) -> None:
-    """It is stopped for longer than its lease, and its processes with it. Nothing that it decides then counts."""
-    job = begun(SANDBLASTER, 3, 4)
-    frozen = [job.units[0].process.pid, *pids_of(job, 0)]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
-    wait(lambda: leader(job))
-    for pid in frozen:
-        # Unit 0 goes on first, and may have ended its processes before it is their turn here.
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-    job.end_well()
-    assert right(job, 4)
-    assert "unit 0 leads the job no longer" in job.said[0]
-    assert reporter(job) != 0
-
-
-def test_a_synchronous_job_that_has_lost_unit_0_has_the_bits_of_an_undisturbed_one(
-    begun: Callable[..., Job], runner: JobRunner
-) -> None:
-    calm = runner.run(ALLREDUCE, "steady.py", "--epochs", "4", name="calm").final
-    job = begun(ALLREDUCE, 3, 4, program="steady.py")
-    kill_host(job, 0)
-    job.start(0, command=HASTILY)
-    job.end_well()
-    assert calm.keys() == job.final.keys()
-    for name, values in calm.items():
-        assert torch.equal(values, job.final[name]), name
-    told = "".join(job.said.values())
-    assert "leads the job from now on (term 2): unit 0 is gone" in told
-    assert "the whole job starts again from" in told
-    assert reporter(job) != 0, "who leads at the end writes the report"
-    (incident,) = report(job)["incidents"]
-    assert (incident["who"], incident["action"]) == ("unit 0", "the whole job starts again")
-
-
-def test_a_leader_with_a_copy_of_each_server_is_lost_and_nothing_restarts(begun: Callable[..., Job]) -> None:
-    job = begun(f"{PAIRS} replicas: 2", 3, 8)
-    second = replace_unit_0(job)
-    assert second in (1, 2)
-    covered(job, 2)
-    kill_host(job, second)
-    job.end_well()
-    assert right(job, 8)
-    first, other = report(job)["incidents"]
-    assert (first["who"], first["action"]) == ("unit 0", "the whole job starts again")
-    assert (other["who"], other["action"][:45]) == (f"unit {second}", "the second copies of its servers go on; fresh")
-
-
-def test_the_host_of_unit_0_is_cut_off_for_a_while(
-    begun: Callable[..., Job], network: HostNetwork, redis_at_host_0: str
-) -> None:
+@soak_only  # in one process: launch/multinode/test_unit_membership.py
+def test_the_host_of_unit_0_is_cut_off_for_a_while(units: Units, network: HostNetwork, redis_at_host_0: str) -> None:
     """The store is on the host of the others. Unit 0 finds neither them nor the store, and ends its processes."""
-    job = begun(ALLREDUCE, 3, 6, f"{redis_at_host_0}?job=ledger", network=network)
-    before = pids_of(job, 0)
+    job = units.paced(ALLREDUCE, 6, hosts=[1, 0, 0], store=redis_at_host_0, network=network)
+    job.begin()
+    before = job.pids(0)
     assert alive(before)
     network.set_link(1, "down")
     try:
@@ -322,6 +241,6 @@ def test_the_host_of_unit_0_is_cut_off_for_a_while(
     finally:
         network.set_link(1, "up")
     job.end_well()
-    assert right(job, 6)
-    assert reporter(job) != 0
+    job.check_ledger(6)
+    assert job.reporter != 0
     assert "unit 0 leads the job no longer" in job.said[0]

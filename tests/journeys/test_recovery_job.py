@@ -2,8 +2,8 @@
 the script asked for."""
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
-from soak_cases import soaked
+from job_runner import DOWNPOUR, SANDBLASTER, Ended, JobRunner
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -32,11 +32,6 @@ def action(ended: Ended) -> str:
     return incident["action"]
 
 
-def test_another_group_trains_on_while_one_starts_again(runner: JobRunner) -> None:
-    ended = survive(runner, PAIR, "worker 1/0", 1, "back")
-    assert action(ended) == "group 1 starts again (incarnation 1)"
-
-
 def test_a_frozen_worker_does_not_stop_the_job(runner: JobRunner) -> None:
     ended = survive(runner, DOWNPOUR, "worker 1/1", 2, "back", "freeze", extra=AS_A_WHOLE)
     assert action(ended) == "group 1 starts again (incarnation 1)"
@@ -63,6 +58,7 @@ def test_the_first_worker_dies_and_the_others_keep_their_step(runner: JobRunner)
     assert starts(runner) == [2, 1, 1]
 
 
+@soak_only
 def test_the_survivors_of_groups_of_two_are_not_started_again(runner: JobRunner) -> None:
     ended = survive(runner, DOWNPOUR, "worker 1/1", 2)
     assert action(ended) == "it starts again, and its group continues meanwhile (incarnation 1)"
@@ -73,18 +69,6 @@ def test_a_script_that_makes_two_backwards_in_a_step_restarts_with_its_group(run
     ended = survive(runner, SANDBLASTER, "worker 0/1", 0, "twice")
     assert action(ended) == "group 0 starts again (incarnation 1)"
     assert starts(runner) == [2, 2, 2]
-
-
-def test_workers_that_are_servers_start_again_as_a_whole(runner: JobRunner) -> None:
-    ended = survive(runner, ALLREDUCE, "worker 0/1", 1)
-    assert action(ended) == "the whole job starts again"
-    assert "the whole job starts again from its beginning" in ended.err
-
-
-def test_a_server_takes_the_whole_job_along_and_that_goes_on_from_its_snapshot(runner: JobRunner) -> None:
-    ended = survive(runner, SANDBLASTER, "server 0/0", 0, "snapshot", extra="snapshot_s: 0.05")
-    assert action(ended) == "the whole job starts again"
-    assert "the whole job starts again from /" in ended.err
 
 
 def test_a_result_that_could_not_be_saved_is_made_once_more(runner: JobRunner) -> None:

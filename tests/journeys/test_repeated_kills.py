@@ -40,8 +40,13 @@ def marked(mark: str) -> list[int]:
 @pytest.mark.parametrize(
     ("cluster", "words", "more"),
     soaked(
-        [(SANDBLASTER, ("--pairs", "0.4"), ()), (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",))],
-        [(DOWNPOUR, ("--at", "start"), ()), (ALLREDUCE, (), ()), (HOGWILD, ("--at", "end"), ())],
+        [(SANDBLASTER, ("--pairs", "0.4"), ())],
+        [
+            (f"{DOWNPOUR} transport: kTcp replicas: 2", (), ("--halves",)),
+            (DOWNPOUR, ("--at", "start"), ()),
+            (ALLREDUCE, (), ()),
+            (HOGWILD, ("--at", "end"), ()),
+        ],
     ),
 )
 def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(

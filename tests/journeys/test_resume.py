@@ -85,8 +85,12 @@ def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunn
 @pytest.mark.parametrize(
     ("before", "after"),
     soaked(
-        [(SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"), (HOGWILD, HYBRID)],
-        [(SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"), (HYBRID, SYNC)],
+        [(SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true")],
+        [
+            (HOGWILD, HYBRID),
+            (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
+            (HYBRID, SYNC),
+        ],
     ),
 )
 def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
@@ -109,7 +113,7 @@ def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(runn
     early = workspace / "manifests" / "step-5"
     counted = load_file(early / "model.safetensors")["cells"]
     assert 0 < counted.sum() < SAMPLES * 2 and Manifest.open(early).steps(0) == 5
-    for snapshot in (workspace, early):
+    for snapshot in soaked([workspace], [early]):
         cells = resumed(runner, snapshot).final["cells"]
         assert torch.equal(cells, torch.full((SAMPLES,), 3.0)), (found.version, cells)
 
@@ -123,10 +127,12 @@ def test_what_may_be_edited_since_a_snapshot(runner: JobRunner) -> None:
         options = ("--resume", str(snapshots / f"step-{step}"))
         return runner.run(INLINE, "edited.py", edit, extra="checkpoint_freq: 8", code=code, options=options)
 
-    for edit, words in (
-        ("batch", "loader.batch_size = 16: must be 8, as when the snapshot was taken: 4 batches of this epoch"),
-        ("data", "len(loader.dataset) = 80: must be 64, as when the snapshot was taken"),
-        ("excluded", "has other parameter groups than in snapshot 1: 0.weight differs; a layer that is frozen since"),
+    for edit, words in soaked(
+        [
+            ("batch", "loader.batch_size = 16: must be 8, as when the snapshot was taken: 4 batches of this epoch"),
+            ("excluded", "has other parameter groups than in snapshot 1: 0.weight differs; a layer that is frozen"),
+        ],
+        [("data", "len(loader.dataset) = 80: must be 64, as when the snapshot was taken")],
     ):
         ended = edited(edit, 4, 2)
         assert words in ended.err and "Traceback" not in ended.err, ended.err

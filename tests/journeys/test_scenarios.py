@@ -15,7 +15,7 @@ import pytest
 import torch
 from job_runner import Ended, JobRunner
 from safetensors.torch import load_file
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -83,25 +83,12 @@ def test_a_worker_dies_before_during_and_after_its_push_and_at_its_first_step(
     ]
 
 
-@pytest.mark.parametrize("victim", soaked(["worker 0/0"], ["worker 0/1"]))
-def test_a_worker_dies_in_the_last_step_behind_it_and_as_it_finishes(runner: JobRunner, victim: str) -> None:
-    faults = [f"{victim}:Commit:{STEPS}", f"{victim}:end:0", f"{victim}:Finish:0"]
-    assert [who for who, _ in right(doomed(runner, SYNC, faults))] == [victim] * 3
-
-
 def test_two_die_at_once_in_one_group_and_in_two_and_then_all_workers(runner: JobRunner) -> None:
     others = ("worker 1/1", "worker 0/0", "worker 0/0+worker 0/1+worker 1/1")
     ended = doomed(runner, FOUR, [f"worker 1/0:after:2:worker 1/0+{names}" for names in others], extra=AS_A_WHOLE)
     found = right(ended)
     assert {action.split(" (")[0] for _, action in found} <= {"group 0 starts again", "group 1 starts again"}
     assert len(found) == 1 + 2 + 2
-
-
-def test_a_server_dies_while_a_worker_recovers(runner: JobRunner) -> None:
-    faults = ["worker 1/0:after:2", "worker 1/0:begin:0:server 0/0"]
-    found = right(doomed(runner, PAIR, faults, extra=OFTEN))
-    assert [who for who, _ in found] == ["worker 1/0", "server 0/0"]
-    assert found[1][1] == "the whole job starts again"
 
 
 def test_the_last_allowed_death_is_told_with_those_before_it(runner: JobRunner) -> None:
@@ -114,31 +101,32 @@ def test_the_last_allowed_death_is_told_with_those_before_it(runner: JobRunner) 
     assert "Traceback" not in ended.err
 
 
+@soak_only
 def test_where_nothing_may_start_again_the_first_death_ends_the_job(runner: JobRunner) -> None:
     ended = doomed(runner, SYNC, ["worker 0/1:Commit:3"], extra="restarts: 0", code=1)
     assert ended.report["cause"]["who"] == "worker 0/1" and "SIGKILL" in ended.report["cause"]["text"]
     assert "Traceback" not in ended.err
 
 
-def test_a_unit_dies_with_its_worker_and_its_server(runner: JobRunner) -> None:
-    found = right(doomed(runner, BESIDE, ["worker 0/0:after:2:whole unit 0"]))
-    assert found[-1][1] == "the whole job starts again"
+def test_a_server_dies_while_a_worker_recovers_and_then_all_that_supervises(runner: JobRunner) -> None:
+    """A unit before its children, the forkserver, and a unit with its worker and its server."""
+    faults = ["worker 1/0:after:2", "worker 1/0:begin:0:server 0/0"]
+    faults += [f"worker 1/0:after:2:{whom}" for whom in ("unit 1", "forkserver", "whole unit 0")]
+    # The job needs a forkserver of its own for that.
+    found = right(doomed(replace(runner, served_at=""), BESIDE, faults, extra=OFTEN))
+    again = "the whole job starts again"
+    assert [who for who, _ in found[:4]] == ["worker 1/0", "server 0/0", "unit 1", "forkserver"]
+    assert {action for _, action in found[1:]} == {again}
 
 
-def test_a_unit_dies_before_its_children(runner: JobRunner) -> None:
-    found = right(doomed(runner, PAIR, ["worker 1/0:after:2:unit 1"]))
-    assert found[-1][1] == "the whole job starts again"
-
-
-def test_the_forkserver_dies(runner: JobRunner) -> None:
-    """The job needs one of its own for that."""
-    found = right(doomed(replace(runner, served_at=""), PAIR, ["worker 1/0:after:2:forkserver"]))
-    assert found == [("forkserver", "the whole job starts again")]
-
-
-def test_a_worker_dies_while_a_snapshot_is_written_and_takes_its_loaders_along(runner: JobRunner) -> None:
-    ended = doomed(runner, SYNC, ["worker 0/1:WorkerStatePart:0"] * 2, "--loaders", "2", extra=OFTEN)
-    assert [who for who, _ in right(ended)] == ["worker 0/1"] * 2
+def test_workers_die_while_a_snapshot_is_written_and_in_the_last_step_behind_it_and_as_they_finish(
+    runner: JobRunner,
+) -> None:
+    """Each takes its loaders along."""
+    faults = ["worker 0/1:WorkerStatePart:0"] * 2
+    faults += [f"worker 0/0:Commit:{STEPS}", "worker 0/0:end:0", "worker 0/0:Finish:0"]
+    ended = doomed(runner, SYNC, faults, "--loaders", "2", extra=OFTEN)
+    assert [who for who, _ in right(ended)] == ["worker 0/1"] * 2 + ["worker 0/0"] * 3
     gone(runner)
 
 

@@ -4,6 +4,7 @@ import pytest
 from free_ports import free_port
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from shells import Shells, ended
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -11,7 +12,7 @@ EPOCHS = 3
 SUM = "reduce: kSum"
 
 
-@pytest.mark.parametrize(("how", "cluster"), [("exit", SANDBLASTER), ("exec", DOWNPOUR), ("c", ALLREDUCE)])
+@pytest.mark.parametrize(("how", "cluster"), soaked([("exit", SANDBLASTER), ("exec", DOWNPOUR)], [("c", ALLREDUCE)]))
 def test_after_the_loop_the_result_comes_home(runner: JobRunner, how: str, cluster: str) -> None:
     ended = runner.run(cluster, "leaves.py", how, "end", extra=SUM)
     ended.check_ledger(EPOCHS)
@@ -19,7 +20,7 @@ def test_after_the_loop_the_result_comes_home(runner: JobRunner, how: str, clust
     assert ended.report["metrics"] == {"trained": 1.0}
 
 
-@pytest.mark.parametrize(("how", "cluster"), [("c", SANDBLASTER), ("exit", HOGWILD), ("exec", ALLREDUCE)])
+@pytest.mark.parametrize(("how", "cluster"), soaked([("c", SANDBLASTER), ("exec", ALLREDUCE)], [("exit", HOGWILD)]))
 def test_in_the_middle_of_a_loop_it_is_a_death(runner: JobRunner, how: str, cluster: str) -> None:
     ended = runner.run(cluster, "leaves.py", how, "middle", str(runner.folder / "mark"), extra=SUM)
     ended.check_ledger(EPOCHS)
@@ -37,6 +38,7 @@ def test_a_worker_that_was_started_by_hand_brings_the_result_home_too(shells: Sh
     assert (shells.folder / "w" / "final.safetensors").exists()
 
 
+@soak_only
 def test_a_thread_that_keeps_a_worker_started_by_hand_is_named(shells: Shells) -> None:
     port = free_port()
     words = ("--paddle", f"port={port}", "--workspace", "w", "--linger-s", "8")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed, terminated
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -21,8 +21,8 @@ ROUNDS = f"{TWO_BY_TWO} sync_freq: 5 {MEAN}"
 @pytest.mark.parametrize(
     ("cluster", "shard"),
     soaked(
-        [("quorum: 1 transport: kTcp", "kLease"), ("overlap: 2", "kAuto")],
-        [("", "kAuto"), ("transport: kTcp", "kLease")],
+        [("quorum: 1 transport: kTcp", "kLease")],
+        [("overlap: 2", "kAuto"), ("", "kAuto"), ("transport: kTcp", "kLease")],
     ),
 )
 def test_every_sample_counts_once(runner: JobRunner, cluster: str, shard: str) -> None:
@@ -31,6 +31,7 @@ def test_every_sample_counts_once(runner: JobRunner, cluster: str, shard: str) -
     assert ended.report["samples"] == 240 * 2
 
 
+@soak_only
 def test_a_model_that_is_split_over_the_group_is_refused(runner: JobRunner) -> None:
     ended = runner.run(ROUNDS, "cut.py", "--tagged", code=2)
     words = "tt.device: splits the model as placement: kAuto does, which must be kManual with cluster.outer"
@@ -62,6 +63,7 @@ def test_a_server_that_dies_costs_nothing_where_there_are_two_copies(runner: Job
     assert incident["who"] == "server 0/1" and "second copy" in incident["action"], incident
 
 
+@soak_only
 def test_groups_of_two_leave_and_come(runner: JobRunner) -> None:
     apart = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true"
     cluster = f"nworker_groups: 3 {apart} sync_freq: 5 quorum: 1 transport: kTcp {MEAN}"

@@ -12,6 +12,7 @@ import torch
 from job_runner import DOWNPOUR, Ended, JobRunner
 from killed_jobs import resumed
 from safetensors.torch import load_file
+from soak_cases import soak_only
 from test_recovery_job import survive
 from test_resume import SYNC
 
@@ -69,6 +70,7 @@ def test_a_server_dies_and_the_bits_are_those_without_the_death(runner: JobRunne
     assert rows_of(ended.workspace, "served", 6) == rows
 
 
+@soak_only
 def test_a_server_dies_and_each_sample_counts_once_in_its_row(runner: JobRunner) -> None:
     ended = survive(runner, DOWNPOUR, "server 0/1", 0, "snapshot", "table", extra="snapshot_s: 0.05")
     assert "the whole job starts again from /" in ended.err

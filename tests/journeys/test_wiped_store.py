@@ -34,7 +34,7 @@ class Meeting:
     lose: Callable[[], None]
 
 
-@pytest.fixture(params=soaked(["file", "redis restarted"], ["own folder", "tcp", "redis flushed"]))
+@pytest.fixture(params=soaked(["file"], ["own folder", "tcp", "redis restarted", "redis flushed"]))
 def meeting(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Meeting]:
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET)
     with ExitStack() as stack:

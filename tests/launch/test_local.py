@@ -9,6 +9,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+from soak_cases import soaked
 
 from tests.support.launch_targets import CALLS, launch, marked, parts, processes, small_job, wait_for
 from tests.support.refused_forks import VARIABLE
@@ -29,8 +30,17 @@ pytestmark = pytest.mark.journey
 GONE_S = 5.0
 
 
-def test_a_job_that_goes_well(tmp_path, mark):
-    outcome, events = launch(tmp_path, parts(worker_0_0="talk"), nservers_per_group=2, nservers_per_procs=2)
+@pytest.fixture
+def deaths():
+    """The end of a process wakes this one, as in a program in which a DataLoader has had processes."""
+    former = signal.signal(signal.SIGCHLD, lambda *_: None)
+    yield lambda event=None: os.kill(os.getpid(), signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, former)
+
+
+def test_a_job_that_goes_well_whatever_signals_come_that_are_no_requests(tmp_path, mark, deaths):
+    roles = parts(worker_0_0="talk")
+    outcome, events = launch(tmp_path, roles, deaths, nservers_per_group=2, nservers_per_procs=2)
     assert (outcome.code, outcome.cause) == (0, None)
     residents = {"worker 0/0", "worker 0/1", "server 0/0", "server 0/1"}
     assert outcome.exits == dict.fromkeys(residents | {"unit 0", "unit 1"}, 0)
@@ -48,18 +58,6 @@ def test_a_job_that_goes_well(tmp_path, mark):
     assert servers["address"] == [f"test://{servers['pid']}"]
     assert entries["worker 0/1"]["rank"] == 1 and entries["worker 0/1"]["workers"] == [[0, 1]]
     assert {entry["exit"] for role, entry in entries.items() if role != "launcher"} == {0}
-
-
-@pytest.fixture
-def deaths():
-    """The end of a process wakes this one, as in a program in which a DataLoader has had processes."""
-    former = signal.signal(signal.SIGCHLD, lambda *_: None)
-    yield lambda event=None: os.kill(os.getpid(), signal.SIGCHLD)
-    signal.signal(signal.SIGCHLD, former)
-
-
-def test_a_signal_that_is_no_request_ends_no_job(tmp_path, mark, deaths):
-    assert launch(tmp_path, on_event=deaths)[0].code == 0
 
 
 def test_processes_are_listed_while_they_run_and_a_signal_ends_them(tmp_path, mark):
@@ -87,8 +85,7 @@ def on_serving(who, do):
     return hear
 
 
-@pytest.mark.parametrize("restarts", [None, 3])
-@pytest.mark.parametrize(("answer", "kind"), [("saves", Saved), ("unsaved", Unsaved)])
+@pytest.mark.parametrize(("answer", "kind", "restarts"), [("saves", Saved, None), ("unsaved", Unsaved, 3)])
 def test_sigterm_ends_a_job_when_its_first_server_has_answered(tmp_path, mark, answer, kind, restarts):
     hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
     roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0=answer)
@@ -139,13 +136,6 @@ def test_two_who_ask_for_the_end_at_once_lose_no_snapshot(tmp_path, mark, monkey
     assert [type(event) for event in events if isinstance(event, Saved)] == [Saved]
 
 
-def test_ctrl_c_ends_a_job_at_once(tmp_path, mark):
-    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
-    hear = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGINT))
-    outcome, _ = launch(tmp_path, roles, hear, grace_s=100.0)
-    assert outcome.code == 130 and outcome.seconds < 50
-
-
 def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark, deaths):
     asks = on_serving("server 0/0", lambda: os.kill(os.getpid(), signal.SIGTERM))
 
@@ -163,7 +153,6 @@ def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark, de
 @pytest.mark.parametrize(
     ("args", "code", "cause"),
     [
-        (parts(worker_0_1="program", worker_0_0="stay", server_0_0="stay"), 1, ("worker 0/1", "program")),
         (parts(worker_0_1="killed", worker_0_0="lost_peer", server_0_0="lost_peer"), 1, ("worker 0/1", "died")),
         (parts(worker_0_1="late program", worker_0_0="lost peer", server_0_0="stay"), 1, ("worker 0/1", "program")),
         (parts(server_0_0="misconfigured", worker_0_0="deaf", worker_0_1="stay"), 2, ("server 0/0", "config")),
@@ -177,13 +166,12 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
     outcome, _ = launch(tmp_path, [arg.replace("_", " ") for arg in args], hear)
     assert outcome.code == code
     assert (outcome.cause.who, outcome.cause.kind) == cause
-    assert outcome.seconds < 10
+    assert outcome.seconds < 50
 
 
 @pytest.mark.parametrize(
     ("who", "part", "kind", "words"),
     [
-        ("worker_0_1", "exits 0", "program", "ended with exit code 0 before its work was done"),
         ("server_0_0", "exits 0", "died", "ended with exit code 0 before its work was done"),
         ("worker_0_1", "execs", "died", "has closed the channel to its unit and still runs"),
         ("worker_0_1", "closes", "program", "ended with exit code 1"),
@@ -205,9 +193,8 @@ def test_an_end_that_was_not_announced_starts_the_group_again(tmp_path, mark):
     assert (incident.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
 
 
-@pytest.mark.parametrize("part", ["exit 3", "crashes"])
-def test_a_script_that_ends_before_it_prepares_is_not_started_again(tmp_path, mark, part):
-    outcome, events = launch(tmp_path, parts(worker_0_1=part), restarts=3, server_worker_separate=True)
+def test_a_script_that_ends_before_it_prepares_is_not_started_again(tmp_path, mark):
+    outcome, events = launch(tmp_path, parts(worker_0_1="crashes"), restarts=3, server_worker_separate=True)
     assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
     assert "It has not come to tt.prepare, so another start would end alike" in outcome.cause.text
     assert not [event for event in events if isinstance(event, Incident)]
@@ -222,7 +209,6 @@ REFUSING = replace(CALLS, preload=(*CALLS.preload, "tests.support.refused_forks"
         # The first three forks are those of the start.
         (parts(worker_0_1="once"), "4", 3, 0),
         (parts(worker_0_1="once"), "4 5 6 7 8 9", 2, 1),
-        ((), "2", 1, 0),
     ],
 )
 def test_a_fork_that_the_system_refuses_is_tried_again(tmp_path, mark, monkeypatch, dies, forks, restarts, code):
@@ -298,7 +284,11 @@ def test_a_unit_that_ends_before_its_processes_is_a_loss(tmp_path, mark, monkeyp
 def test_what_a_unit_prints_is_no_event_and_does_not_end_the_job(tmp_path, mark, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text("import sys\n'unit_main' in str(sys.orig_argv) and print('Welcome!')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    outcome, events = launch(tmp_path)
+    found = []  # a job can be started on another thread, too
+    thread = threading.Thread(target=lambda: found.extend(launch(tmp_path)))
+    thread.start()
+    thread.join(20)
+    outcome, events = found
     assert (outcome.code, outcome.cause) == (0, None)
     texts = [event.text for event in events if isinstance(event, Notice) and event.who == "unit 0"]
     assert texts == ["sent an event that cannot be read: no event: Expecting value: line 1 column 1 (char 0)"]
@@ -338,7 +328,7 @@ def test_the_main_worker_may_report_when_another_one_fails_first(tmp_path, mark)
     assert (outcome.code, outcome.cause.who) == (2, "worker 0/1")
 
 
-@pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
+@pytest.mark.parametrize("victim", soaked(["unit 1"], ["forkserver"]))
 def test_the_death_of_a_supervisor_ends_the_job(tmp_path, mark, victim):
     killed = []
 
@@ -412,8 +402,9 @@ def test_two_jobs_at_once_need_two_workspaces(tmp_path, mark):
             same.append(Process(second, ()).end())
             os.kill(os.getpid(), signal.SIGINT)
 
-    outcome, _ = launch(first, parts(worker_0_1="deaf", worker_0_0="stay", server_0_0="stay"), start_others)
-    assert outcome.code == 130
+    roles = parts(worker_0_1="deaf", worker_0_0="stay", server_0_0="stay")
+    outcome, _ = launch(first, roles, start_others, grace_s=100.0)
+    assert outcome.code == 130 and outcome.seconds < 50, "Ctrl-C ends a job at once"
     (refused, text), went_well = same
     assert refused == 2
     assert text.startswith(f"cluster.workspace = '{first}': is in use by another job (launcher pid {os.getpid()})")
@@ -434,11 +425,3 @@ def test_what_the_listener_raises_ends_the_job(tmp_path, mark):
     with pytest.raises(LookupError):
         launch(tmp_path, DEAF, complain)
     assert marked(mark) == []
-
-
-def test_a_job_can_be_started_on_another_thread(tmp_path, mark):
-    outcomes = []
-    thread = threading.Thread(target=lambda: outcomes.append(launch(tmp_path)[0]))
-    thread.start()
-    thread.join(20)
-    assert [outcome.code for outcome in outcomes] == [0]

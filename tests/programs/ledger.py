@@ -8,6 +8,7 @@ import argparse
 import select
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
+    parser.add_argument("--on", help="a file: once it exists, steps take no time")
     parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take --factor times as long")
     parser.add_argument("--factor", type=float, default=4.0)
     parser.add_argument("--sick", type=int, default=-1, help="the worker whose gradients are NaN from its 5th step on")
@@ -128,5 +130,6 @@ if __name__ == "__main__":
                 sick = tt.rank() == given.sick and steps >= 5
                 (model(numbers) * (float("nan") if sick else 1.0)).backward()
             # computing, in place of a larger model
-            time.sleep(given.step_s * (given.factor if tt.rank() == given.slow else 1.0))
+            if not (given.on and Path(given.on).exists()):
+                time.sleep(given.step_s * (given.factor if tt.rank() == given.slow else 1.0))
             optimizer.step()

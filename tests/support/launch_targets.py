@@ -215,10 +215,6 @@ def once(spec, control, fds):
     return 0 if spec["incarnation"] else killed(spec, control, fds)
 
 
-def second_fails(spec, control, fds):
-    return program(spec, control, fds) if spec["incarnation"] else killed(spec, control, fds)
-
-
 def done(spec, control, fds):
     """Dies when all it had to do is done."""
     control.emit(Finished(spec["who"], 1, 1, 0.0, 0, 0, 0))
@@ -233,13 +229,6 @@ def frozen(spec, control, fds):
         os.kill(os.getpid(), signal.SIGSTOP)
         wait_for(Path(spec["run_dir"], "go").exists, 60)
     return last(spec, control, fds)
-
-
-def frozen_done(spec, control, fds):
-    control.emit(Finished(spec["who"], 1, 1, 0.0, 0, 0, 0))
-    last(spec, control, fds)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return stay(spec, control, fds)
 
 
 def frozen_once(spec, control, fds):
@@ -260,15 +249,6 @@ def reborn(spec, control, fds):
     wait_for(Path(spec["run_dir"], "go").exists, 60)
     with lives.open("a") as file:
         file.write("x")
-    return killed(spec, control, fds)
-
-
-def mortal_life(spec, control, fds):
-    """Dies in the first life of the job, of which it leaves a sign in the workspace."""
-    lives = Path(spec["log"]).parent / "lives"
-    if lives.exists():
-        return 0
-    lives.touch()
     return killed(spec, control, fds)
 
 
@@ -368,14 +348,11 @@ PARTS: dict[str, Any] = {
     "until over": until_over,
     "second": second,
     "once": once,
-    "second fails": second_fails,
     "done": done,
     "frozen": frozen,
-    "frozen done": frozen_done,
     "frozen once": frozen_once,
     "reborn": reborn,
     "talk": talk,
-    "mortal life": mortal_life,
     "life": life,
     "share": share,
     "world": world,

@@ -8,15 +8,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from free_ports import free_port
 from job_runner import PROGRAMS, JobRunner
-from process_pool import Forked
+from process_pool import Forked, client
 from safetensors.torch import load_file
 from two_hosts import VirtualNetwork
 
@@ -60,6 +62,9 @@ def wait(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
+HASTILY = hastily(0.3, 1.5)
+
+
 class Unit:
     """One `topotrain unit`, forked from the pool at `warm_at`, which is on the host that the unit shall be on."""
 
@@ -100,12 +105,13 @@ class Job:
         hosts: "Sequence[int | None]",
         url: str,
         network: "HostNetwork | None" = None,
+        extra: str = "",
     ) -> None:
         self.folder, self.url, self.hosts = runner.folder, url, hosts
         self.network, self.runner = network, runner
         self.workspace = self.folder / "units"
         self.conf = self.folder / "units.conf"
-        self.conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
+        self.conf.write_text(f'name: "job" {extra}\ncluster {{ {cluster} workspace: "{self.workspace}" }}\n')
         self.program = [str(PROGRAMS / program), *args]
         self.units: dict[int, Unit] = {}
         self.said: dict[int, str] = {}  # on stderr, by units that have ended well
@@ -117,11 +123,52 @@ class Job:
             assert self.network is not None
             served_at, warm_at = self.network.served_at(host), self.network.warm_at(host)
         words = [*command, "--rank", str(rank), "--nprocs", str(len(self.hosts)), "--forkserver", served_at]
-        words += ["--rendezvous", self.url, "--report", str(self.folder / f"report-{rank}.json"), *options]
+        words += ["--rendezvous", self.url, "--report", str(self._report(rank)), *options]
         if rank == 0:
             words += [str(self.conf), *self.program]
         self.units[rank] = Unit(warm_at, words, self.folder, token)
         return self.units[rank]
+
+    def start_hastily(self, *ranks: int) -> None:
+        """With little patience for silent units."""
+        for rank in ranks:
+            self.start(rank, command=HASTILY)
+
+    def begin(self) -> None:
+        """Start all units; returns when there is a snapshot."""
+        self.start_hastily(*range(len(self.hosts)))
+        wait(lambda: newest(self))
+
+    # ---- faults ----
+
+    def kill(self, role: str) -> None:
+        """Kill a process of the job."""
+        (pid,) = (entry["pid"] for entry in self.processes() if role in entry["roles"])
+        os.kill(pid, signal.SIGKILL)
+
+    def lose(self, *ranks: int) -> None:
+        """Kill all processes of units at once, as if their hosts had lost their power."""
+        for rank in ranks:
+            unit = self.units.pop(rank)
+            with suppress(ProcessLookupError):
+                os.killpg(unit.process.pid, signal.SIGKILL)
+            for pid in self.pids(rank):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            unit.kill()
+
+    def trains(self) -> None:
+        """Wait until the job trains again, and longer than it took to notice."""
+        number = newest(self)
+        wait(lambda: newest(self) > number + 1)
+
+    def ask(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """Run `topotrain jobs` with the job's secret."""
+        environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
+        command = [*client(self.runner.warm_at), "-m", "topotrain", "jobs", *words]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=self.folder)
+
+    # ---- its end ----
 
     def end(self, timeout_s: float = 90) -> dict[int, tuple[int, str, str]]:
         """By rank: exit code, stdout and stderr."""
@@ -134,29 +181,95 @@ class Job:
         self.end_well()
 
     def end_well(self) -> None:
+        """Let a program that waits for the file "on" go on (programs/ledger.py); all units must end well."""
+        (self.folder / "on").touch()
         for rank, (code, _, err) in self.end().items():
             assert code == 0, f"unit {rank}: {err}"
             self.said[rank] = err
+
+    def clean_up(self) -> None:
+        for unit in self.units.values():
+            unit.process.send_signal(signal.SIGCONT)
+            unit.kill()
+
+    # ---- what is known of it ----
 
     @property
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.workspace / "final.safetensors")
 
-    def pids(self) -> list[int]:
-        return [entry["pid"] for entry in self._processes()]
+    def check_ledger(self, times: int) -> None:
+        """Every sample has counted so often (programs/ledger.py)."""
+        for name, cells in self.final.items():
+            assert torch.equal(cells, torch.full_like(cells, times)), (name, cells)
+
+    def check_bits(self, expected: dict[str, torch.Tensor]) -> None:
+        assert self.final.keys() == expected.keys()
+        assert not [name for name, value in expected.items() if not torch.equal(value, self.final[name])]
+
+    @property
+    def reporter(self) -> int:
+        """The only unit with a report: that which leads at the end."""
+        (rank,) = (rank for rank in range(len(self.hosts)) if (self._report(rank)).exists())
+        return rank
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._report(self.reporter).read_text())
+        return found
+
+    def _report(self, rank: int) -> Path:
+        return self.folder / f"report-{rank}.json"
+
+    def pids(self, *ranks: int) -> list[int]:
+        """Of all processes, or of the workers and servers of these units."""
+        return [entry["pid"] for entry in self.processes(*ranks)]
 
     def addresses(self) -> set[str]:
-        return {address for entry in self._processes() for address in entry["address"]}
+        return {address for entry in self.processes() for address in entry["address"]}
 
-    def _processes(self) -> Iterator[dict]:  # type: ignore[type-arg]
-        for path in self.workspace.glob("processes-*.json"):
-            yield from json.loads(path.read_text())
+    def processes(self, *ranks: int) -> list[dict[str, Any]]:
+        """The entries of all processes, or of the workers and servers of these units."""
+        paths = [self.workspace / f"processes-{rank}.json" for rank in ranks or range(len(self.hosts))]
+        entries = [entry for path in paths if path.exists() for entry in json.loads(path.read_text())]
+        return [entry for entry in entries if not ranks or (entry["pid"] and (entry["workers"] or entry["servers"]))]
 
 
-def servers(job: Job) -> list[dict[str, Any]]:
-    """The entries of all processes with servers."""
-    found = [json.loads(path.read_text()) for path in job.workspace.glob("processes-*.json")]
-    return [entry for unit in found for entry in unit if entry["servers"]]
+class Units:
+    """Makes the jobs of a test, and ends what is left of them."""
+
+    def __init__(self, runner: JobRunner) -> None:
+        self._runner = runner
+        self._made: list[Job] = []
+
+    def job(
+        self,
+        cluster: str,
+        program: str,
+        *args: str,
+        hosts: "int | Sequence[int | None]",
+        extra: str = "",
+        store: str = "",
+        network: "HostNetwork | None" = None,
+    ) -> Job:
+        """hosts: how many units on this machine, or the host of each. store: "file", a URL, or by default unit 0."""
+        if store == "file":
+            store = (self._runner.folder / "store").as_uri()
+        store = store or f"tcp://{network.addresses[0] if network else '127.0.0.1'}:{free_port()}"
+        where = [None] * hosts if isinstance(hosts, int) else hosts
+        made = Job(self._runner, cluster, program, args, where, f"{store}?job=job", network, extra)
+        self._made.append(made)
+        return made
+
+    def paced(self, cluster: str, epochs: int, **given: Any) -> Job:
+        """A ledger whose steps take their time until its end is waited for."""
+        pace = ("--step-s", "0.1", "--on", str(self._runner.folder / "on"))
+        given["extra"] = f"reduce: kSum snapshot_s: 0.3 {given.get('extra', '')}"
+        return self.job(cluster, "ledger.py", "--epochs", str(epochs), *pace, **given)
+
+    def clean_up(self) -> None:
+        for job in self._made:
+            job.clean_up()
 
 
 def newest(job: Job) -> int:
@@ -166,9 +279,8 @@ def newest(job: Job) -> int:
 
 def covered(job: Job, count: int) -> None:
     """Wait until all servers have a second copy, as they had at the start, and the leader has long heard of it."""
-    wait(lambda: sum(entry["second"] is not None for entry in servers(job)) == count)
-    number = newest(job)
-    wait(lambda: newest(job) > number + 1)
+    wait(lambda: sum(bool(entry["servers"]) and entry["second"] is not None for entry in job.processes()) == count)
+    job.trains()
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------

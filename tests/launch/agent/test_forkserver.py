@@ -223,14 +223,10 @@ def test_nobody_outlives_the_forkserver(tmp_path, how):
     host.close()
 
 
-def test_with_torch_loaded_children_have_one_thread_and_may_have_children(tmp_path):
+def test_with_torch_loaded_children_may_have_children_and_compute_with_as_many_threads_as_the_user_says(tmp_path):
+    """Without a number: with one."""
     host = Host(tmp_path, preload=("torch",))
     assert host.exit(host.spawn("torch world")) == 0, (tmp_path / "err").read_text()
-    host.close()
-
-
-def test_the_users_number_of_threads_is_kept_and_without_one_it_is_one(tmp_path):
-    host = Host(tmp_path, preload=("torch",))
     for number, (said, found) in enumerate({"3": "[3, 3] 3", "2,1": "[2, 2] 2,1", None: "[1, 1] 1"}.items()):
         host.environ.pop("OMP_NUM_THREADS", None)  # conftest sets it
         given = {} if said is None else {"OMP_NUM_THREADS": said}

@@ -15,6 +15,7 @@ import yaml
 from free_ports import free_port
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
+from soak_cases import soak_only
 
 from topotrain.comm.store import StoreError
 from topotrain.config import job_file
@@ -287,6 +288,7 @@ def test_the_container_file_runs_as_the_user_of_the_manifests() -> None:
     assert ("COPY", "--from=build /opt/venv /opt/venv") in instructions
 
 
+@soak_only
 @pytest.mark.journey
 def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
     """The command and the variables of each pod, on this machine; what the cluster puts in is put in here."""

@@ -21,6 +21,7 @@ from topotrain.launch.launchers import LAUNCHERS, foreground_tool, launch, ray, 
 from topotrain.launch.launchers.env_tables import start_of
 from topotrain.launch.launchers.ray_capacity import fits
 from topotrain.launch.launchers.submission import LaunchOptions, LaunchResult, Submission, submission, without_password
+from topotrain.tools.cli import app as cli
 
 SECRET = "5e" * 32
 OURS = ("torchrun", "slurm", "srun", "submitit", "mpirun", "ray")
@@ -513,24 +514,23 @@ except foreground_tool.StopRequested as came:
     assert tell.read_text() == f"{told}\n"
 
 
-@pytest.mark.journey
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "job.conf").write_text(f'name: "a" cluster {{ {THREE} workspace: "w" }}')
     (tmp_path / "t.py").write_text("")
 
-    def run(*words: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "topotrain", "launch", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    def run(*words: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["launch", *words])
+        return ended.value.code, *capsys.readouterr()
 
-    done = run("mpirun", "--dry-run", "--json", "--pass", "--oversubscribe", "job.conf", "t.py", "--dry-run")
-    told = json.loads(done.stdout)
+    _, out, _ = run("mpirun", "--dry-run", "--json", "--pass", "--oversubscribe", "job.conf", "t.py", "--dry-run")
+    told = json.loads(out)
     assert (told["launcher"], told["units"], told["code"]) == ("mpirun", 3, 0)
     assert "--oversubscribe" in told["dry_run"]
     assert told["id"].startswith("a-")
-    done = run("local", "--dry-run", "job.conf", "t.py")
-    assert [line.split(" --rank ")[1][0] for line in done.stdout.splitlines()] == ["0", "1", "2"]
-    done = run("slrum", "job.conf", "t.py")
-    assert done.returncode == 2
-    assert all(name in done.stderr for name in LAUNCHERS)
-    assert "Traceback" not in done.stderr
+    _, out, _ = run("local", "--dry-run", "job.conf", "t.py")
+    assert [line.split(" --rank ")[1][0] for line in out.splitlines()] == ["0", "1", "2"]
+    code, _, err = run("slrum", "job.conf", "t.py")
+    assert code == 2 and all(name in err for name in LAUNCHERS)
     assert not (tmp_path / "w").exists()

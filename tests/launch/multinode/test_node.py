@@ -8,8 +8,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -20,6 +18,7 @@ import pytest
 import unit_hosts
 from folder_wipe import block, wipe
 from free_ports import free_port
+from soak_cases import soaked
 
 from tests.support.launch_targets import parts, small_job, wait_for
 from tests.support.lost_write import lose_one
@@ -52,6 +51,7 @@ from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, Node
 from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext, UnitReport
 from topotrain.launch.multinode.node_rendezvous import NodeRendezvous, forget, outlast
 from topotrain.launch.multinode.unit_membership import UnitMembership
+from topotrain.tools.cli import app as cli
 
 WORD = "7" * 64
 DEADLINE_S = 60.0
@@ -112,6 +112,30 @@ def test_what_is_not_told_is_asked_for(given, environ, words):
         start_of(environ, **given)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", ["--rank: must be given", "slurm: SLURM_PROCID and SLURM_NTASKS"]),
+        ("--rank 0 --nprocs 2 --rendezvous foo", ["rendezvous 'foo'", "tcp://HOST:PORT"]),
+        ("a.conf train.py --rank 0", ["--rank behind train.py is given to it", "--rank: must be given"]),
+        ("--rank 2 --nprocs 2 --rendezvous file:///s", ["--rank = 2: must be 0 to 1"]),
+        ("gone.conf --rank 0 --nprocs 1 --rendezvous file:///s t.py", ["gone.conf", "cannot be read"]),
+    ],
+)
+def test_a_typo_is_refused_at_once(tmp_path, monkeypatch, capsys, words, said):
+    for name in os.environ:
+        if name.startswith(("TOPOTRAIN", "SLURM")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", WORD)
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.conf", "train.py"):
+        (tmp_path / name).touch()
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["unit", *words.split()])
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and all(word in err for word in said), err
 
 
 def test_every_table_names_two_variables():
@@ -313,7 +337,7 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
         each.close()
 
 
-@pytest.mark.parametrize("key", ["", "/run", "/host/0", "/host/1", "/job", "/from", "/meeting", "/hosts"])
+@pytest.mark.parametrize("key", soaked(["", "/run", "/host/1", "/job", "/hosts"], ["/host/0", "/from", "/meeting"]))
 def test_units_meet_though_the_store_is_wiped_meanwhile_or_loses_one_write(store, tmp_path, monkeypatch, key):
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
     monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.2)
@@ -568,7 +592,7 @@ def units(tmp_path, mark, warm_at):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("kind", ["file", "tcp"])
+@pytest.mark.parametrize("kind", soaked(["file"], ["tcp"]))
 def test_units_in_any_order_are_one_job(units, tmp_path, kind):
     url = "" if kind == "file" else f"tcp://127.0.0.1:{free_port()}?job=play"
     job = [units(rank, url=url, bare=rank > 0) for rank in (2, 1, 0)]
@@ -584,7 +608,7 @@ def test_units_in_any_order_are_one_job(units, tmp_path, kind):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("asked", [{}, {"checkpoint_freq": 5}], ids=["by default", "asked for"])
+@pytest.mark.parametrize("asked", soaked([{"checkpoint_freq": 5}], [{}]))
 def test_snapshots_without_a_shared_workspace_are_no_surprise_at_a_restart(units, tmp_path, asked):
     other = tmp_path / "other"
     (other / "w").mkdir(parents=True)
@@ -613,15 +637,6 @@ def test_the_first_cause_is_that_of_all(units):
 
 def incidents(unit):
     return [(event.who, event.action) for event in unit.events if isinstance(event, Incident)]
-
-
-@pytest.mark.journey
-def test_a_group_that_lives_in_one_unit_starts_again_there(units):
-    counts = {"nworker_groups": 2, "nworkers_per_group": 1, "restarts": 1}
-    job = [units(rank, parts(worker_1_0="once"), nprocs=2, counts=counts) for rank in range(2)]
-    assert [each.end() for each in job] == [0, 0], [each.err for each in job]
-    assert incidents(job[0]) == [("worker 1/0", "group 1 starts again (incarnation 1)")]  # unit 0 decides, and shows it
-    assert incidents(job[1]) == []
 
 
 @pytest.mark.journey
@@ -658,16 +673,6 @@ def test_a_group_of_several_units_starts_again_in_all_of_them(units):
     assert incidents(job[0]) == [("worker 0/1", "group 0 starts again (incarnation 1)")]
 
 
-@pytest.mark.journey
-def test_a_lost_server_starts_the_whole_job_again_in_all_units(units):
-    args = parts(worker_0_0="life", worker_0_1="life", server_0_0="mortal life")
-    job = [units(rank, args, nprocs=3, counts=SEPARATE) for rank in range(3)]
-    assert [each.end() for each in job] == [0, 0, 0], [each.err for each in job]
-    assert incidents(job[0]) == [("server 0/0", "the whole job starts again")]
-    told = [event.text for each in job for event in each.events if isinstance(event, Notice)]
-    assert "the whole job starts again from its beginning" in told
-
-
 DEAF = parts(worker_0_0="deaf", worker_0_1="deaf", worker_0_2="deaf", server_0_0="stay")
 ENDLESS = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="stay")
 
@@ -681,9 +686,8 @@ def pair(units, **options):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("counts", [TWO, {**TWO, "restarts": 1}], ids=["kStop", "kContinue"])
-def test_the_unit_that_leads_hears_what_the_processes_of_others_use(units, counts):
-    job = [units(rank, ENDLESS, nprocs=2, counts=counts) for rank in range(2)]
+def test_the_unit_that_leads_hears_what_the_processes_of_others_use_and_a_signal_to_one_ends_all(units):
+    job = [units(rank, ENDLESS, nprocs=2, counts={**TWO, "restarts": 1}) for rank in range(2)]
     used = job[0].until(Resources, "worker 0/1")
     assert used.memory_bytes > 1 << 20
     starts = {event.who: event.pid for event in job[0].events if isinstance(event, Started)}
@@ -693,21 +697,17 @@ def test_the_unit_that_leads_hears_what_the_processes_of_others_use(units, count
     assert [each.end() for each in job] == [130, 130]
     # None of it goes back.
     assert not [event for event in job[1].events if isinstance(event, Resources) and event.who != "worker 0/1"]
+    assert {each.told["text"] for each in job} == {f"ended by SIGINT to unit 0 on {socket.gethostname()}"}
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize(("victim", "number", "code"), [(0, signal.SIGINT, 130), (2, signal.SIGTERM, 143)])
-def test_a_signal_to_one_unit_ends_all(units, victim, number, code):
-    if victim:
-        job = [units(rank, DEAF) for rank in range(3)]
-        for each in job:
-            each.until(Notice, f"worker 0/{each.rank}")
-    else:
-        job = pair(units)
-    os.killpg(job[victim].process.pid, number)
-    assert {each.end() for each in job} == {code}
-    name = signal.Signals(number).name
-    assert {each.told["text"] for each in job} == {f"ended by {name} to unit {victim} on {socket.gethostname()}"}
+def test_a_signal_to_one_unit_ends_the_deaf_processes_of_all(units):
+    job = [units(rank, DEAF) for rank in range(3)]
+    for each in job:
+        each.until(Notice, f"worker 0/{each.rank}")
+    os.killpg(job[2].process.pid, signal.SIGTERM)
+    assert {each.end() for each in job} == {143}
+    assert {each.told["text"] for each in job} == {f"ended by SIGTERM to unit 2 on {socket.gethostname()}"}
 
 
 @pytest.mark.journey
@@ -723,7 +723,7 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("survives", [False, True])
+@pytest.mark.parametrize("survives", soaked([True], [False]))
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, survives):
     """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
@@ -744,8 +744,14 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, surviv
 
 
 @pytest.mark.journey
-def test_jobs_stop_from_outside(units, tmp_path):
+def test_a_second_job_of_the_same_name_is_refused_and_jobs_stop_from_outside(units, tmp_path):
     job = pair(units)
+    again = units(0, nprocs=2, counts=TWO, name="other")
+    assert again.end() == 2
+    assert again.err.startswith("job = 'play': runs already (unit ")
+    second = units(1, nprocs=2, counts=TWO, name="other")
+    assert second.end() == 2
+    assert "--rank = 1: is taken" in second.err
     registry = Registry(open_store((tmp_path / "store").as_uri()))
     (record,) = registry.list()
     assert (record.id, record.state, record.units, record.hosts) == ("play", "running", 2, ("127.0.0.1",))
@@ -764,53 +770,12 @@ def test_a_job_that_does_not_fit_is_refused_by_all(units):
 
 
 @pytest.mark.journey
-def test_a_second_job_of_the_same_name_is_refused(units):
-    job = pair(units)
-    again = units(0, nprocs=2, counts=TWO, name="other")
-    assert again.end() == 2
-    assert again.err.startswith("job = 'play': runs already (unit ")
-    second = units(1, nprocs=2, counts=TWO, name="other")
-    assert second.end() == 2
-    assert "--rank = 1: is taken" in second.err
-    job[1].process.send_signal(signal.SIGTERM)
-    assert [each.end() for each in job] == [143] * 2
-
-
-@pytest.mark.journey
 def test_a_script_that_is_not_on_this_host(units, tmp_path):
     (tmp_path / "play.py").unlink()
     assert small_job(tmp_path).program == "play.py"
     job = [units(rank) for rank in range(3)]
     assert {each.end() for each in job} == {2}
     assert any("program = 'play.py'" in each.err for each in job)
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("", ["--rank: must be given", "slurm: SLURM_PROCID and SLURM_NTASKS"]),
-        ("--rank 0 --nprocs 2 --rendezvous foo", ["rendezvous 'foo'", "tcp://HOST:PORT"]),
-        ("a.conf train.py --rank 0", ["--rank behind train.py is given to it", "--rank: must be given"]),
-        ("--rank 2 --nprocs 2 --rendezvous file:///s", ["--rank = 2: must be 0 to 1"]),
-        ("gone.conf --rank 0 --nprocs 1 --rendezvous file:///s t.py", ["gone.conf", "cannot be read"]),
-    ],
-)
-def test_a_typo_is_refused_at_once(tmp_path, words, said):
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TOPOTRAIN", "SLURM"))}
-    (tmp_path / "a.conf").touch()
-    (tmp_path / "train.py").touch()
-    command = [sys.executable, "-m", "topotrain", "unit", *words.split()]
-    root = str(Path(__file__).parents[3])
-    environ |= {"TOPOTRAIN_TOKEN": WORD, "PYTHONPATH": root}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    for word in said:
-        assert word in done.stderr
 
 
 @pytest.mark.journey

@@ -1,28 +1,23 @@
-"""What unit 0 decides for a job of several units, what the others tell it, and who is waited for between two lives."""
+"""What units tell the one that leads, and which are waited for between two lives. What is decided: policy.txt."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from reports import EventList
 
 from topotrain.config.job import Cluster, Job, TransportChoice
-from topotrain.config.topology import Address, Role, layout
+from topotrain.config.topology import layout
 from topotrain.core.events import (
-    Agreed,
     Covered,
     Differs,
     Event,
     Exited,
     Failed,
-    Finished,
     Frozen,
     Incident,
-    Left,
     Lost,
     Missed,
     Notice,
-    Recovered,
     Started,
     StepDone,
     Unrepeatable,
@@ -41,22 +36,22 @@ from topotrain.launch.multinode.reliable_messages import (
     shortened,
 )
 from topotrain.launch.multinode.restart_barrier import RestartBarrier
-from topotrain.launch.recovery.attempt_state import SERVERS_S
 from topotrain.launch.recovery.recovery_actions import (
-    LOSE,
-    AskServers,
-    EndProcess,
     FailJob,
     PlaceReplica,
-    ReportGone,
-    RestartGroup,
-    RestartJob,
 )
-from topotrain.launch.recovery.recovery_policy import FAR_CAUSE_S, RecoveryPolicy, recovery
+from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 
 BEGAN = 100.0
-DOWNPOUR = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True)
-SANDBLASTER = Cluster(nworkers_per_group=2, server_worker_separate=True)
+TWICE = Cluster(
+    nworkers_per_group=2,
+    server_worker_separate=True,
+    nworkers_per_procs=2,
+    nservers_per_group=2,
+    transport=TransportChoice.kTcp,
+    replicas=2,
+)
+"""Unit 0 has the workers, and units 1 and 2 a server each."""
 
 
 def lost(who: str) -> Lost:
@@ -71,243 +66,24 @@ def step(who: str) -> StepDone:
     return StepDone(who, 1.0, 1, 8, None, 0.0, 0, 0, 0)
 
 
-def residents(cluster: Cluster) -> list[list[str]]:
-    return [[str(who) for who in (*unit.workers, *unit.servers)] for unit in layout(cluster).units]
-
-
-def machine(cluster: Cluster, restarts: int = 3) -> RecoveryPolicy:
-    """One in unit 0, all of whose processes, here and elsewhere, are up."""
-    near = frozenset(map(str, layout(cluster).units[0].workers))
-    made = recovery(Job(cluster=cluster, restarts=restarts), layout(cluster), BEGAN, near)
-    assert made is not None
-    tell(made, BEGAN, *(Started(who, 1) for unit in residents(cluster) for who in unit))
-    return made
-
-
 def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
     return [word for event in events for word in made.on_event(event, now)]
-
-
-def unit_of(cluster: Cluster, who: str) -> int:
-    return next(rank for rank, living in enumerate(residents(cluster)) if who in living)
-
-
-# --- deaths ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_group_of_several_units_starts_again() -> None:
-    assert len({unit_of(DOWNPOUR, f"worker 1/{index}") for index in range(2)}) == 2
-    incident, again = tell(machine(DOWNPOUR), 105.0, lost("worker 1/1"))
-    assert isinstance(incident, Incident)
-    assert again == RestartGroup(1, 1, incident.what, told=True)
-
-
-def test_an_error_waits_until_a_silent_unit_would_have_been_noticed() -> None:
-    made = machine(DOWNPOUR)
-    assert not made.suspicious
-    tell(made, 105.0, Failed("worker 1/0", "peer", "lost server 0/0", ""))
-    assert made.suspicious
-    assert made.due == 105.0 + FAR_CAUSE_S
-
-
-def test_steps_of_other_units_are_received_while_a_unit_waits() -> None:
-    made = machine(SANDBLASTER)
-    far = next(who for who in ("worker 0/0", "worker 0/1") if unit_of(SANDBLASTER, who))
-    tell(made, 101.0, step(far))  # its first; then it says no more for a while
-    assert not made.wants_steps
-    tell(made, 190.0, lost("server 0/0"))
-    assert made.wants_steps
-    made.begin_attempt()
-    assert tell(made, 191.0, step(far))[1:] == [Recovered(0, 1.0, 0.0)]
-    assert not made.wants_steps
-
-
-def test_what_was_received_of_others_long_ago_is_no_gap() -> None:
-    made = machine(DOWNPOUR)
-    tell(made, 101.0, step("worker 2/0"), step("worker 0/0"))
-    tell(made, 189.9, step("worker 0/0"))
-    tell(made, 190.0, lost("worker 1/0"), Started("worker 1/0", 2), Started("worker 1/1", 2))
-    tell(made, 190.2, step("worker 2/0"))
-    *_, recovered = tell(made, 190.5, step("worker 1/0"))
-    assert recovered == Recovered(0, 0.5, pytest.approx(0.6))  # of worker 0/0, which is here
-
-
-def test_a_server_that_stays_behind_the_last_worker_is_ended() -> None:
-    made = machine(SANDBLASTER)
-    for who, now in (("worker 0/0", 110.0), ("worker 0/1", 115.0)):
-        tell(made, now, Finished(who, 1, 8, 0.0, 0, 0, 0), Exited(who, 1, 0))
-    assert made.due == 115.0 + SERVERS_S and made.poll(134.0) == []
-    end, incident = made.poll(135.0)
-    assert end == EndProcess("server 0/0")
-    assert incident.what == "server 0/0 did not end within 20 s after the last worker"
-    assert tell(made, 136.0, Exited("server 0/0", 1, -9)) and made.complete
-
-
-# --- units that vanish ----------------------------------------------------------------------------------------------
-
-
-def test_a_unit_of_groups_that_can_be_given_up() -> None:
-    cluster = Cluster(nworker_groups=3, nworkers_per_group=1, server_worker_separate=True)
-    made = machine(cluster)
-    rank = unit_of(cluster, "worker 2/0")
-    incident, ask = made.on_unit_lost(rank, silent(rank), 105.0)
-    assert isinstance(incident, Incident)
-    assert (incident.who, incident.action) == (f"unit {rank}", "the job goes on without group 2")
-    assert ask == AskServers(LOSE, 2)
-    assert tell(made, 105.1, Agreed("server 0/0", 2, LOSE, "")) == [
-        Left(2, "is given up", pytest.approx(5.1)),
-        ReportGone(2, 1),
-        *made_answers(made),
-    ]
-    assert made.missing == {"worker 2/0"}
-    assert made.on_unit_lost(rank, silent(rank), 106.0) == []  # that is known
-    tell(made, 107.0, *(Exited(who, 1, 0) for unit in residents(cluster) for who in unit if who != "worker 2/0"))
-    assert made.complete
-
-
-def made_answers(made: RecoveryPolicy) -> list[object]:
-    """Nobody has wished it, but an answer would be the same."""
-    from topotrain.launch.recovery.recovery_actions import LEAVE, AnswerRequest
-
-    return [AnswerRequest(LEAVE, 2, "group 2 is given up")]
-
-
-def test_the_rest_of_a_group_goes_with_the_unit_that_vanished() -> None:
-    made = machine(DOWNPOUR)
-    rank = unit_of(DOWNPOUR, "worker 2/1")
-    words = made.on_unit_lost(rank, silent(rank), 105.0)
-    assert [word.who for word in words if isinstance(word, EndProcess)] == ["worker 2/0"]
-    assert AskServers(LOSE, 2) in words
-
-
-def test_servers_that_cannot_do_without_it_let_the_whole_job_start_again() -> None:
-    made = machine(DOWNPOUR)
-    rank = unit_of(DOWNPOUR, "worker 2/1")
-    made.on_unit_lost(rank, silent(rank), 105.0)
-    *_, last = tell(made, 105.1, Agreed("server 0/0", 2, LOSE, "nobody else reads"))
-    assert isinstance(last, RestartJob)
-
-
-@pytest.mark.parametrize("who", ["worker 0/1", "server 0/0"])
-def test_a_unit_that_the_job_needs_takes_the_whole_along(who: str) -> None:
-    for cluster in (DOWNPOUR, SANDBLASTER):
-        made, rank = machine(cluster), unit_of(cluster, who)
-        assert rank
-        incident, again = made.on_unit_lost(rank, silent(rank), 105.0)
-        assert isinstance(incident, Incident)
-        assert incident.who == f"unit {rank}"
-        assert isinstance(again, RestartJob)
-        assert made.on_unit_lost(rank, silent(rank), 105.1) == []
-        made.begin_attempt()
-        assert isinstance(made.on_unit_lost(rank, silent(rank), 106.0)[1], RestartJob)  # another one
-
-
-def test_a_unit_whose_part_is_done_is_not_missed() -> None:
-    made, rank = machine(DOWNPOUR), unit_of(DOWNPOUR, "worker 2/1")
-    tell(made, 104.0, *(Finished(who, 1, 8, 0.0, 0, 0, 0) for who in residents(DOWNPOUR)[rank]))
-    (incident,) = made.on_unit_lost(rank, silent(rank), 105.0)
-    assert isinstance(incident, Incident)
-    assert incident.action == "nothing is missing: its work was done"
-
-
-def test_without_restarts_or_with_a_loop_of_another_library_a_vanished_unit_ends_the_job() -> None:
-    made = machine(SANDBLASTER, restarts=0)
-    assert made.on_unit_lost(1, silent(1), 105.0) == [FailJob((silent(1),))]
-    made = machine(SANDBLASTER)
-    tell(made, 101.0, Unrepeatable("worker 0/0", "a loop", True))
-    (give_up,) = made.on_unit_lost(1, silent(1), 105.0)
-    assert isinstance(give_up, FailJob)
-    assert give_up.failures[0].text == silent(1).text + "; it does not start again: a loop"
-
-
-def test_no_unit_ends_before_its_processes() -> None:
-    made = machine(SANDBLASTER)
-    for rank in range(len(residents(SANDBLASTER))):
-        assert not made.complete
-        tell(made, 105.0, Exited(f"unit {rank}", 1, -9))
-    assert made.complete
-
-
-# --- servers with a second copy -------------------------------------------------------------------------------------
-
-TWICE = replace(SANDBLASTER, nworkers_per_procs=2, nservers_per_group=2, transport=TransportChoice.kTcp, replicas=2)
-"""Unit 0 has the workers, and units 1 and 2 a server each."""
-
-
-def covered(made: RecoveryPolicy, shadows: int, *of: int) -> RecoveryPolicy:
-    tell(made, 101.0, *(Covered(f"server 0/{index}", shadows) for index in of or range(2)))
-    return made
-
-
-def test_the_seat_of_a_unit_that_is_gone_is_filled_in_another_and_the_second_copies_speak() -> None:
-    made = covered(machine(TWICE), 0)
-    incident, reseat = made.on_unit_lost(2, silent(2), 105.0)
-    assert isinstance(incident, Incident) and "fresh processes in unit 0" in incident.action
-    assert reseat == PlaceReplica("server 0/1", 1, silent(2).text, [[0, 1, 0, 1], [0, 1, 1, 1]], 0)
-    assert made.lost_units == {2}
-    tell(made, 105.5, Started("server 0/1", 9))
-    # There it may die as anywhere, and what unit 0 hears of unit 2 would be of somebody else.
-    covered(made, 1)
-    incident, reseat = tell(made, 106.0, lost("server 0/1"))
-    assert isinstance(reseat, PlaceReplica) and reseat.unit == 0
-    tell(made, 106.5, Started("server 0/1", 10))
-    covered(made, 2)
-    assert made.location_of(Address(Role.SERVER, 0, 1)) == ("server 0/0", 1)
-    incident, reseat, *_ = made.on_unit_lost(1, silent(1), 107.0)
-    assert isinstance(reseat, PlaceReplica) and (reseat.process, reseat.unit) == ("server 0/0", 0)
-    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/1", 0)
-    made.begin_attempt()
-    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/0", 1)
-
-
-def test_a_unit_with_a_seat_and_a_group_that_others_can_do_without() -> None:
-    cluster = replace(TWICE, nworker_groups=2, nworkers_per_group=1, nworkers_per_procs=1, server_worker_separate=False)
-    made = covered(machine(cluster), 0)
-    words = made.on_unit_lost(1, silent(1), 105.0)
-    assert [word.unit for word in words if isinstance(word, PlaceReplica)] == [0]
-    assert words.index(AskServers(LOSE, 1)) > next(n for n, word in enumerate(words) if isinstance(word, PlaceReplica))
-
-
-def test_both_copies_in_units_that_are_gone_are_a_new_start() -> None:
-    made = covered(machine(TWICE), 0)
-    made.on_unit_lost(2, silent(2), 105.0)
-    assert isinstance(made.on_unit_lost(1, silent(1), 105.1)[-1], RestartJob), "nobody has everything but who is gone"
-    made = covered(machine(TWICE), 0, 0)  # server 1 has one copy
-    assert isinstance(made.on_unit_lost(2, silent(2), 105.0)[-1], RestartJob)
-    made = covered(machine(TWICE), 0)
-    made.on_unit_lost(2, silent(2), 105.0)  # a fresh process is about to stand in unit 0
-    assert isinstance(tell(made, 105.1, lost("server 0/0"))[-1], RestartJob)
 
 
 def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
     topology = layout(TWICE, (0, 0, 1))
     made = recovery(Job(cluster=topology.cluster), topology, BEGAN, frozenset())
     assert made is not None
-    tell(made, BEGAN, *(Started(who, 1) for unit in residents(TWICE) for who in unit))
-    covered(made, 0)
+    servers = ("server 0/0", "server 0/1")
+    tell(made, BEGAN, *(Started(who, 1) for who in ("worker 0/0", "worker 0/1", *servers)))
+    tell(made, 101.0, *(Covered(server, 0) for server in servers))
     incident, reseat = made.on_unit_lost(2, silent(2), 105.0)
     assert isinstance(incident, Incident) and "alone" in incident.action
     assert reseat == PlaceReplica("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
     made.begin_attempt()
     made.begin_attempt(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
-    covered(made, 0)
+    tell(made, 101.0, *(Covered(server, 0) for server in servers))
     assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], PlaceReplica)
-
-
-def test_servers_that_miss_each_other_let_silent_units_be_suspected() -> None:
-    made = covered(machine(TWICE), 0)
-    tell(made, 104.0, Missed("server 0/0"))
-    assert made.suspicious and made.due is None
-    made.on_unit_lost(2, silent(2), 105.0)
-    assert not made.suspicious
-
-
-def test_all_groups_that_have_lost_a_worker_start_again() -> None:
-    made = machine(DOWNPOUR)
-    for who in ("worker 1/0", "worker 2/1", "worker 1/1"):
-        tell(made, 105.0, Failed(who, "peer", "lost server 0/0", ""))
-    words = made.poll(105.0 + FAR_CAUSE_S)
-    assert sorted(word.group for word in words if isinstance(word, RestartGroup)) == [1, 2]
 
 
 # --- units that follow ----------------------------------------------------------------------------------------------

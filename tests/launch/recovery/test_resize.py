@@ -1,4 +1,7 @@
-"""Workers that leave a job of one group and join it: what is decided about it, and that the launcher does it."""
+"""Workers that leave a job of one group and join it: layouts, what is refused, and that the launcher does it.
+
+What is decided: policy.txt.
+"""
 
 import json
 import threading
@@ -20,25 +23,19 @@ from topotrain.core.events import (
     Bounded,
     Event,
     Failed,
-    Finished,
     Incident,
-    Lost,
     Notice,
     Recovered,
     Resized,
     Saved,
     Serving,
     Started,
-    StepDone,
-    Unrepeatable,
-    Unsaved,
 )
 from topotrain.launch.control_socket import ask
 from topotrain.launch.recovery.recovery_actions import (
     RequestSnapshot,
     ResizeRefused,
     ResizeRequest,
-    RestartJob,
     RestartResized,
 )
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
@@ -136,32 +133,6 @@ def test_servers_follow_where_each_worker_has_one_beside_it(cluster: Cluster, wo
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
-def test_the_job_goes_on_with_one_worker_less_once_there_is_a_snapshot() -> None:
-    made, wish = machine(job()), ResizeRequest("leave", 1, 5.0)
-    assert made.on_resize_request(wish, 105.0) == [RequestSnapshot()]
-    assert made.due == 110.0
-    by_time = replace(SAVED, why="time")
-    assert made.on_event(by_time, 105.1) == [by_time]
-    saved, event, relay = made.on_event(SAVED, 106.0)
-    assert (saved, event) == (SAVED, Resized(0, 3, 2, 70, 6.0))
-    assert isinstance(relay, RestartResized) and relay.wish is wish and (relay.number, relay.step) == (0, 70)
-    assert relay.text == "a worker has left: the job goes on after step 70 with 2 workers"
-    assert made.due is None
-    assert "whole job is restarting" in refused(made.on_resize_request(wish, 106.1))
-    made.begin_resized(relay.job, layout(relay.job.cluster))
-    step = StepDone("worker 0/1", 1.0, 71, 8, None, 0.0, 0, 0, 0)
-    assert made.on_event(step, 108.5) == [step, Recovered(0, 2.5, 0.0)]
-    assert made.on_resize_request(ResizeRequest("join", 3), 109.0) == [RequestSnapshot()]
-    _, event, relay = made.on_event(SAVED, 110.0)
-    assert event == Resized(1, 2, 5, 70, 10.0) and isinstance(relay, RestartResized)
-    assert relay.text.startswith("3 workers have joined")
-    made.begin_resized(relay.job, layout(relay.job.cluster))
-    assert made.missing == set() and not made.complete
-    for who in [*(f"worker 0/{i}" for i in range(5)), "server 0/0", "server 0/1"]:
-        made.on_event(Finished(who, 1, 1, 0.0, 0, 0, 0), 111.0)
-    assert "the job is ending" in refused(made.on_resize_request(ResizeRequest("join", 1), 112.0))
-
-
 @pytest.mark.parametrize(
     ("changed", "wish", "words"),
     [
@@ -185,64 +156,6 @@ def test_what_the_conf_forbids_is_refused_and_nothing_happens(changed: Job, wish
         raise AssertionError(refused(made.on_resize_request(wish, 105.0)))
     assert made.due is None
     assert made.on_event(SAVED, 106.0) == [SAVED]
-
-
-def test_what_only_the_script_shows_is_refused() -> None:
-    made = machine(job(per_worker_batch=True))
-    assert made.on_event(Bounded("worker 0/0", 4, "an epoch has one batch for each of 4"), 101.0) == []
-    assert "with 5 workers: an epoch has one batch for each of 4" in refused(
-        made.on_resize_request(ResizeRequest("join", 2), 105.0)
-    )
-    assert made.on_resize_request(ResizeRequest("join", 1), 105.0) == [RequestSnapshot()]
-    made = machine(job())
-    made.on_event(Bounded("worker 0/0", 0, "one model is split"), 101.0)
-    assert "one model is split" in refused(made.on_resize_request(ResizeRequest("leave", 1), 105.0))
-    made = machine(job())
-    made.on_event(Unrepeatable("worker 0/0", "the loop is another library's", True), 101.0)
-    assert "the loop is another library's" in refused(made.on_resize_request(ResizeRequest("leave", 1), 105.0))
-
-
-def test_one_change_at_a_time() -> None:
-    made, first = machine(job()), ResizeRequest("leave", 1)
-    made.on_resize_request(first, 105.0)
-    second = ResizeRequest("leave", 1)
-    words = made.on_resize_request(second, 105.5)
-    assert "is being changed already" in refused(words)
-    assert words[0].wish is second, "the first one is still waiting"
-
-
-def test_without_a_snapshot_the_job_trains_on() -> None:
-    made, wish, why = machine(job()), ResizeRequest("leave", 1, 5.0), Unsaved("server 0/0", "no step was taken yet")
-    made.on_resize_request(wish, 105.0)
-    _, word = made.on_event(why, 105.1)
-    assert word == ResizeRefused(wish, "it would resume from a snapshot, and none can be taken: no step was taken yet")
-    made.on_resize_request(wish, 106.0)
-    assert made.poll(110.9) == []
-    assert "within 5 s (--within)" in refused(made.poll(111.0))
-    assert made.due is None
-    assert made.on_event(SAVED, 112.0) == [SAVED], "one that comes later changes nothing"
-    made.on_resize_request(wish, 113.0)
-    assert "ending" in refused(made.on_stop_request())
-    assert made.on_event(SAVED, 114.0) == [SAVED]
-
-
-def test_a_job_that_is_over_by_then_is_not_begun_again() -> None:
-    made = machine(job())
-    made.on_resize_request(ResizeRequest("leave", 1), 105.0)
-    for index in range(3):
-        made.on_event(Finished(f"worker 0/{index}", 1, 1, 0.0, 0, 0, 0), 105.5)
-    assert "has ended meanwhile" in refused(made.on_event(SAVED, 106.0)[1:])
-
-
-def test_a_death_meanwhile_starts_the_job_again_as_it_was() -> None:
-    made = machine(job(ALLREDUCE))
-    made.on_resize_request(ResizeRequest("leave", 1), 105.0)
-    _, renew = made.on_event(Lost("worker 0/1", 7, "worker 0/1 (pid 7) was killed by SIGKILL", ""), 105.5)
-    assert isinstance(renew, RestartJob)
-    assert made.on_event(SAVED, 105.6) == [SAVED] and made.due is None
-    made.begin_attempt()
-    assert made.on_event(SAVED, 107.0) == [SAVED]
-    assert made.on_resize_request(ResizeRequest("leave", 1), 108.0) == [RequestSnapshot()]
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------

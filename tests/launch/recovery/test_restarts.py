@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from soak_cases import soaked
 
 from tests.support.launch_targets import CALLS, launch, marked, parts, processes
 from topotrain.core.events import Exited, Failed, Frozen, Incident, Lost, Notice, Output, Started, Thawed
@@ -71,89 +72,34 @@ def test_a_group_starts_again_as_often_as_it_may_and_leaves_nothing_open(tmp_pat
             assert entry["address"] == [f"test://{entry['pid']}"]
 
 
-def test_the_rest_of_the_group_is_ended_wherever_it_is(tmp_path, mark):
-    """Its other worker lives in a unit of its own, has a child, and does not end by itself."""
-    roles = plays(worker_0_0="second", worker_0_1="second", server_0_0="until over")
-
-    def hear(event):
-        if isinstance(event, Started) and event.who == "worker 0/1" and not killed:
-            killed.append(event.pid)
-            os.kill(event.pid, signal.SIGKILL)
-
-    killed = []
-    outcome, events = launch(tmp_path, roles, hear, restarts=1)
-    assert (outcome.code, outcome.cause) == (0, None)
-    assert len(told(events, Incident)) == 1
-    ends = {(event.who, event.code) for event in told(events, Exited) if event.who.startswith("worker")}
-    assert {("worker 0/1", -9), ("worker 0/1", 0), ("worker 0/0", 0)} <= ends
-
-
-def test_the_first_death_too_many_ends_the_job(tmp_path, mark):
-    outcome, events = launch(tmp_path, plays(worker_0_1="killed", worker_0_0="stay", server_0_0="stay"), restarts=1)
-    assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "died")
-    assert "was killed by SIGKILL, and group 0 has started again once within 10 minutes" in outcome.cause.text
-    assert [event.who for event in told(events, Incident)] == ["worker 0/1"]
-    assert told(events, Failed) == [outcome.cause]
-
-
-def test_the_programs_exception_ends_the_job_in_any_attempt(tmp_path, mark):
-    roles = plays(worker_0_1="second fails", worker_0_0="stay", server_0_0="stay")
-    outcome, events = launch(tmp_path, roles, restarts=3)
-    assert (outcome.code, outcome.cause.who, outcome.cause.kind) == (1, "worker 0/1", "program")
-    assert len(told(events, Incident)) == 1
-
-
-def test_who_dies_when_its_part_is_done_is_not_missed(tmp_path, mark):
-    roles = plays(worker_0_1="done", worker_0_0="until over", server_0_0="until over")
-    outcome, events = launch(tmp_path, roles, restarts=3)
-    assert (outcome.code, outcome.cause) == (0, None)
-    assert [event.action for event in told(events, Incident)] == ["nothing is missing: its work was done"]
-
-
-@pytest.mark.parametrize(
-    ("victim", "part", "action"),
-    [
-        ("worker 0/1", "frozen", "group 0 starts again (incarnation 1)"),
-        ("worker 0/1", "frozen done", "nothing is missing: its work was done"),
-        ("server 0/0", "frozen once", "the whole job starts again"),
-    ],
-)
-def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch, victim, part, action):
+def test_a_process_that_stays_frozen_is_ended(tmp_path, mark, monkeypatch):
     monkeypatch.setattr(attempt_state, "LEASE_S", 0.3)
-    others = {"worker_0_0": "until over", "worker_0_1": "until over", "server_0_0": "until over"}
-    roles = plays(**others | {victim.replace(" ", "_").replace("/", "_"): part})
+    roles = plays(worker_0_0="until over", worker_0_1="frozen", server_0_0="until over")
     outcome, events = launch(tmp_path, roles, restarts=1)
     assert (outcome.code, outcome.cause) == (0, None)
     (stopped,) = told(events, Frozen)
     (incident,) = told(events, Incident)
-    assert (stopped.who, incident.action) == (victim, action)
-    assert incident.what == f"{victim} (pid {stopped.pid}) was frozen for 0.3 s and was ended"
+    assert (stopped.who, incident.action) == ("worker 0/1", "group 0 starts again (incarnation 1)")
+    assert incident.what == f"worker 0/1 (pid {stopped.pid}) was frozen for 0.3 s and was ended"
     assert told(events, Lost) == told(events, Failed) == []
-    assert Exited(victim, stopped.pid, -9) in events
+    assert Exited("worker 0/1", stopped.pid, -9) in events
 
 
-def test_a_process_that_is_frozen_for_a_moment_goes_on(tmp_path, mark):
+def test_a_process_that_is_frozen_for_a_moment_goes_on_and_a_signal_ends_a_job_with_a_frozen_one(tmp_path, mark):
+    heard = []
+
     def hear(event):
-        if isinstance(event, Frozen):
-            os.kill(event.pid, signal.SIGCONT)
-        if isinstance(event, Thawed):
-            (tmp_path / "run" / "go").touch()
-
-    roles = plays(worker_0_0="until over", worker_0_1="frozen", server_0_0="until over")
-    outcome, events = launch(tmp_path, roles, hear, restarts=1)
-    assert (outcome.code, outcome.cause) == (0, None)
-    assert [event.who for event in (*told(events, Frozen), *told(events, Thawed))] == ["worker 0/1"] * 2
-    assert told(events, Incident) == []
-
-
-def test_a_signal_ends_a_job_in_which_a_process_is_frozen(tmp_path, mark):
-    def hear(event):
-        if isinstance(event, Frozen):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if isinstance(event, Frozen | Thawed):
+            heard.append(type(event))
+            if len(heard) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                os.kill(event.pid, signal.SIGCONT if isinstance(event, Frozen) else signal.SIGSTOP)
 
     roles = plays(worker_0_0="stay", worker_0_1="frozen", server_0_0="stay")
     outcome, events = launch(tmp_path, roles, hear, restarts=1)
     assert (outcome.code, outcome.cause) == (143, None)
+    assert heard[:3] == [Frozen, Thawed, Frozen]
     assert told(events, Incident) == []
     assert marked(mark) == []
 
@@ -179,11 +125,14 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
             (tmp_path / "run" / "go").touch()
 
     monkeypatch.setattr(resume_point, "latest", latest)
+    # A job that is continued and dies before its first snapshot is continued again.
+    launcher = LocalLauncher(CALLS, resume=f"{tmp_path}/elsewhere/000007")
     roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
-    outcome, events = launch(tmp_path, roles, hear, restarts=3)
+    outcome, events = launch(tmp_path, roles, hear, launcher, restarts=3)
     assert (outcome.code, outcome.cause) == (0, None)
     resumed = [event.text for event in told(events, Notice) if event.text.startswith("resumed")]
-    assert resumed == ["resumed from ''", "resumed from ''", f"resumed from '{snapshots}/1'"]
+    assert resumed == [f"resumed from '{where}'" for where in (*[launcher.resume] * 2, f"{snapshots}/1")]
+    assert Notice("launcher", f"the whole job starts again from {launcher.resume}") in events
     assert asked == [tmp_path] * 2
     assert Notice("launcher", "found 2") in events
     assert [event.action for event in told(events, Incident)] == ["the whole job starts again"] * 3
@@ -196,47 +145,11 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
     assert {entry["exit"] for entry in processes(tmp_path) if entry["roles"] != ["launcher"]} == {0}
 
 
-def test_a_job_that_is_continued_and_dies_before_its_first_snapshot_is_continued_again(tmp_path, mark, monkeypatch):
-    monkeypatch.setattr(resume_point, "latest", lambda workspace, told: None)
-    launcher = LocalLauncher(CALLS, resume=f"{tmp_path}/elsewhere/000007")
-    roles = plays(worker_0_0="until over", worker_0_1="until over", server_0_0="reborn")
-    (tmp_path / "lives").write_text("xx")
-    outcome, events = launch(tmp_path, roles, told_to_go(tmp_path), launcher, restarts=1)
-    assert (outcome.code, outcome.cause) == (0, None)
-    assert f"the whole job starts again from {launcher.resume}" in [event.text for event in told(events, Notice)]
-
-
-def told_to_go(folder):
-    def hear(event):
-        if isinstance(event, Notice) and event.text.startswith("resumed"):
-            (folder / "run" / "go").touch()
-
-    return hear
-
-
 def command(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
-@pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
-def test_the_job_survives_the_death_of_a_supervisor(tmp_path, mark, victim):
-    killed = []
-
-    def kill(event):
-        if (tmp_path / "processes.json").exists() and not killed:
-            killed.extend(entry["pid"] for entry in processes(tmp_path) if victim in entry["roles"])
-            os.kill(killed[0], signal.SIGKILL)
-        if isinstance(event, Notice) and event.who == "launcher":
-            (tmp_path / "lives").write_text("xxx")
-
-    roles = plays(worker_0_0="reborn", worker_0_1="reborn", server_0_0="until over")
-    outcome, events = launch(tmp_path, roles, kill, restarts=1)
-    assert (outcome.code, outcome.cause) == (0, None)
-    (incident,) = told(events, Incident)
-    assert (incident.who, incident.what) == (victim, f"{victim} (pid {killed[0]}) was killed by SIGKILL")
-
-
-@pytest.mark.parametrize("victim", ["worker 0/1", "server 0/0"])
+@pytest.mark.parametrize("victim", soaked(["server 0/0"], ["worker 0/1"]))
 def test_a_signal_during_a_restart_ends_the_job(tmp_path, mark, victim):
     roles = plays(worker_0_0="deaf", worker_0_1="deaf", server_0_0="deaf")
     deaf, pids = set(), {}

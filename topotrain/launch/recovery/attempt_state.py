@@ -73,6 +73,7 @@ class AttemptState:
     """
 
     def __init__(self, topology: Topology, absent: Collection[int] = ()) -> None:
+        self._polled = 0.0
         self.reset(topology, absent)
 
     def reset(self, topology: Topology, absent: Collection[int]) -> None:
@@ -170,6 +171,7 @@ class AttemptState:
 
     def take_overdue(self, now: float) -> list[tuple[Failed, float]]:
         """Return the losses that count by now, and since when."""
+        self._polled = now
         found = self.overdue.expired(now)
         # The report is about the process that was to start, and no longer about its predecessor.
         self.leaving -= {lost.who for lost, _ in found}
@@ -185,8 +187,10 @@ class AttemptState:
         self.leaving |= members
         self.up |= members
         # Nothing else would notice that one never does, as where the former process cannot be killed.
+        # A loss may be older than the poll that reports it, and the new start has its full time from that poll on.
+        since = max(now, self._polled)
         for who in sorted(members):  # a policy that receives all again decides alike
-            self.overdue.add(who, f"{who} could not be started within {START_S:g} s", now, START_S)
+            self.overdue.add(who, f"{who} could not be started within {START_S:g} s", since, START_S)
 
     def restart(self, group: int, members: set[str], now: float) -> int:
         """Record that these workers of a group restart; return their incarnation."""
