@@ -75,14 +75,11 @@ class ShortRun:
     def __init__(self) -> None:
         self._first: dict[str, StepDone] = {}
         self._last: dict[str, StepDone] = {}
-        self.process_bytes = 0
-        """Of the largest process."""
+        self.process_bytes = 0  # of the largest process
         self.failed = False
-        self.note = ""
-        """Why there is no figure."""
+        self.note = ""  # why there is no figure
 
     def add(self, event: Event) -> None:
-        """Take note of a step, and of memory."""
         if isinstance(event, Resources):
             self.process_bytes = max(self.process_bytes, event.memory_bytes)
         if isinstance(event, StepDone) and event.step > WARM_STEPS:

@@ -49,17 +49,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of comparing a job with the plain script.
-
-    largest: difference of a value, in relation to the parameter's largest. step: of the first difference, from 1; 0 for
-    a number that is reported. what: differs there, by `size`. "": nothing does.
-    """
+    """The result of comparing a job with the plain script."""
 
     steps: int
     parameters: int
-    largest: float
-    step: int = 0
-    what: str = ""
+    largest: float  # difference of a value, in relation to the parameter's largest
+    step: int = 0  # of the first difference, from 1; 0 for a number that is reported
+    what: str = ""  # differs there; "": nothing does
     size: float = 0.0
     cause: str = ""
     notices: tuple[str, ...] = ()
@@ -115,7 +111,6 @@ def _apart(one: torch.Tensor, other: torch.Tensor, scale: float) -> float:
 
 
 def _cause(step: int, what: str, plain: Record, job: Record, workers: int) -> str:
-    """The likely cause of the first difference."""
     by_share, steps = plain.notes["by_share"], plain.notes["steps"]
     if what == "before":
         return f"the script changes parameters between two steps: {_ASSIGN}"

@@ -32,16 +32,12 @@ _BY_SHARE = {nn.modules.dropout._DropoutNd: "dropout", nn.modules.batchnorm._Bat
 
 @dataclass(frozen=True)
 class Observation:
-    """The file for a record, and the conditions of the script's run.
-
-    steps: the script ends after so many; 0: at its own end. rounding: change each gradient by as much as another order
-    of addition may. still: dropout and batch normalization as in evaluation.
-    """
+    """The file for a record, and the conditions of the script's run."""
 
     record: str
-    steps: int = 0
-    rounding: bool = False
-    still: bool = False
+    steps: int = 0  # after which the script ends; 0: at its own end
+    rounding: bool = False  # change each gradient by as much as another order of addition may
+    still: bool = False  # dropout and batch normalization as in evaluation
 
 
 # No Exception, which a script may catch around its steps.

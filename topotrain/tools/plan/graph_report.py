@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from topotrain.launch.runtime.round_traffic import mb
-from topotrain.parallel.estimate.cost_report import CostReport, EdgeCost
+from topotrain.parallel.estimate.cost_report import CostReport, EdgeCost, WorkerCost
 from topotrain.parallel.estimate.memory_check import ITSELF, MemoryLimits, on_host
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.program.segments import stretches, words_of
-from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind
+from topotrain.parallel.program.split_program import LocationKind, ProgramStep, StepKind, ValueLocation
 from topotrain.tools.plan.layout_plan import columns
+
+_SIZES = ("unit", "host", "gradients", "exchange", "state", "activations", "snapshot", "total", "shared", "seen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,11 @@ class CutPlan:
             "warnings": list(self.warnings),
             "steps": [_step_data(step, bill) for step in bill.program.steps],
             "edges": [_edge_data(edge, bill) for edge in bill.edges],
-            "memory": [_memory_data(self, worker) for worker in range(bill.program.workers)],
-            "processes": [_need_data(need) for need in self.needs],
+            "memory": [_memory_data(one, bill) for one in bill.workers],
+            "processes": [
+                {"process": need.who, "parameters": need.values, **{name: getattr(need, name) for name in _SIZES}}
+                for need in self.needs
+            ],
             "hosts": [{"host": host, "total": total, "room": self.room.machine} for host, total in self._hosts()],
         }
 
@@ -165,7 +170,7 @@ def _step_data(step: ProgramStep, bill: CostReport) -> dict[str, Any]:
         "name": step.name,
         "kind": step.kind.value,
         "target": target,
-        "layout": _layout_data(step.layout.where, step.layout.dim, step.layout.worker),
+        "layout": _layout_data(step.layout),
         "shape": shape,
         "dtype": None if step.shape is None else step.shape.dtype,
         "line": step.line,
@@ -179,8 +184,8 @@ def _edge_data(one: EdgeCost, bill: CostReport) -> dict[str, Any]:
     return {
         "number": edge.number,
         "value": edge.value,
-        "source": _layout_data(edge.source.where, edge.source.dim, edge.source.worker),
-        "target": _layout_data(edge.target.where, edge.target.dim, edge.target.worker),
+        "source": _layout_data(edge.source),
+        "target": _layout_data(edge.target),
         "shape": list(edge.shape.at(sum(bill.samples))),
         "dtype": edge.shape.dtype,
         "forward": forward,
@@ -189,31 +194,18 @@ def _edge_data(one: EdgeCost, bill: CostReport) -> dict[str, Any]:
     }
 
 
-def _layout_data(where: LocationKind, dim: int, worker: int) -> dict[str, Any]:
-    more = {"dim": dim} if where is LocationKind.FEATURE else {"worker": worker} if where is LocationKind.AT else {}
-    return {"where": where.value, **more}
+def _layout_data(layout: ValueLocation) -> dict[str, Any]:
+    name = {LocationKind.FEATURE: "dim", LocationKind.AT: "worker"}.get(layout.where)
+    return {"where": layout.where.value, **({name: getattr(layout, name)} if name else {})}
 
 
-def _memory_data(plan: CutPlan, worker: int) -> dict[str, Any]:
-    one = plan.bill.workers[worker]
-    forward, back = plan.bill.sent(worker)
+def _memory_data(one: WorkerCost, bill: CostReport) -> dict[str, Any]:
     return {
-        "worker": worker,
+        "worker": one.worker,
         "parameters": one.parameters,
         "trained": one.trainable,
         "kept": one.kept,
         "peak": one.peak,
         "flops": list(one.flops),
-        "sent": [forward, back],
-    }
-
-
-_SIZES = ("unit", "host", "gradients", "exchange", "state", "activations", "snapshot", "total", "shared", "seen")
-
-
-def _need_data(need: ProcessNeed) -> dict[str, Any]:
-    return {
-        "process": need.who,
-        "parameters": need.values,
-        **{name: getattr(need, name) for name in _SIZES},
+        "sent": list(bill.sent(one.worker)),
     }

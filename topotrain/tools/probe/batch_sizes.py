@@ -19,16 +19,11 @@ class BatchWatch:
     """The known facts of the batches that a script is given."""
 
     def __init__(self) -> None:
-        self.small = 0
-        """Samples in a small batch; 0: there was none."""
-        self.alternates = False
-        """Every second batch is small."""
-        self.given = 0
-        """Samples of the batches since the last step."""
-        self.drawn_at = 0.0
-        """When the last batch was given, by `time.perf_counter`."""
-        self.full = 0
-        """Samples in the largest batch so far."""
+        self.small = 0  # samples in a small batch; 0: there was none
+        self.alternates = False  # every second batch is small
+        self.given = 0  # samples of the batches since the last step
+        self.drawn_at = 0.0  # when the last batch was given, by `time.perf_counter`
+        self.full = 0  # samples in the largest batch so far
 
     def let_alternate(self, small: int) -> None:
         """Let every second batch have so many samples; 0: all batches are full."""

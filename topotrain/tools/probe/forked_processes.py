@@ -31,7 +31,7 @@ class ProcessEnded(Exception):
 
 
 class ForkedProcess:
-    """One process, and the channel to it. log: where its output goes."""
+    """One process, and the channel to it."""
 
     def __init__(self, client: ForkserverClient, call: str, spec: Mapping[str, Any], log: Path) -> None:
         self._log = log
@@ -77,15 +77,12 @@ class ForkedProcess:
 
 @dataclass(frozen=True)
 class ForkedProcesses:
-    """A forkserver's socket, a connection to it, and a folder for its processes.
-
-    began: when the forkserver was asked for, by `time.monotonic`.
-    """
+    """A forkserver, and a folder for the processes that it forks."""
 
     folder: Path
-    path: str
+    path: str  # of its socket
     client: ForkserverClient
-    began: float
+    began: float  # when it was asked for, by `time.monotonic`
 
     def start(self, call: str, spec: Mapping[str, Any], name: str) -> ForkedProcess:
         """Start a process that calls "module:function"."""

@@ -43,9 +43,7 @@ class MeasuredEnough(BaseException):
 class OrderedSteps:
     """Lets a script make as many steps as it is told to.
 
-    Args:
-        channel: of the orders.
-        kernels: the first answer has the times of kernels, and of the script's optimizers on a server.
+    kernels: the first answer has the times of kernels, and of the script's optimizers on a server.
     """
 
     def __init__(self, channel: socket.socket, kernels: bool) -> None:

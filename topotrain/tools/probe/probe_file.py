@@ -49,37 +49,29 @@ _Share = Annotated[float, _within(0, 1)]
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a probe.
+    """The machine of a probe."""
 
-    cpu: name of the processor. cores: those that a process may use.
-    """
-
-    cpu: str
-    cores: Annotated[int, whole(1, 1 << 16)]
+    cpu: str  # name of the processor
+    cores: Annotated[int, whole(1, 1 << 16)]  # those that a process may use
     memory_bytes: _Whole
 
 
 @dataclass(frozen=True)
 class ProbedParameter:
-    """A parameter of the program's model.
-
-    ready: share of the backward, 0 to 1, after which its gradient is there.
-    """
+    """A parameter of the program's model."""
 
     name: str
     shape: tuple[_Whole, ...]
     dtype: Annotated[str, _dtype]
     trainable: bool
-    ready: _Share
+    ready: _Share  # of the backward, after which its gradient is there
 
     @property
     def elements(self) -> int:
-        """Number of elements; 1 for a zero-dimensional parameter."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values."""
         return self.elements * ITEM_BYTES[self.dtype]
 
 
@@ -87,24 +79,16 @@ class ProbedParameter:
 class ProbedBatch:
     """The times of one step of the program, in one process alone on the machine.
 
-    A step of `n` samples computes for `fixed_s + n * per_sample_s` seconds.
-
-    Attributes:
-        size: samples in a batch of the program's loader.
-        forward_s: from the model's call to the begin of the backward, with the loss.
-        other_s: of the loader, and of what the script does besides.
-        optimizer_s: the optimizer's step in the script's own process, which a job does not have on its workers.
-        fixed_s: of forward and backward, for any size of batch.
-        per_sample_s: of forward and backward, for each sample. 0: only one size could be measured.
+    Forward and backward of `n` samples take `fixed_s + n * per_sample_s` seconds.
     """
 
-    size: Annotated[int, whole(1, 10**9)]
-    forward_s: _StepS
+    size: Annotated[int, whole(1, 10**9)]  # samples in a batch of the program's loader
+    forward_s: _StepS  # from the model's call to the begin of the backward, with the loss
     backward_s: _StepS
-    other_s: _StepS
-    optimizer_s: _StepS
+    other_s: _StepS  # of the loader, and of what the script does besides
+    optimizer_s: _StepS  # in the script's own process, which a job does not have on its workers
     fixed_s: _StepS
-    per_sample_s: _StepS
+    per_sample_s: _StepS  # 0: only one size could be measured
     steps: _Whole
 
     def compute_s(self, samples: int) -> float:
@@ -117,14 +101,10 @@ class ProbedBatch:
 
 @dataclass(frozen=True)
 class ProbedOptimizer:
-    """The optimizer of the program, as a server computes it.
-
-    A slice of `n` elements takes `fixed_s + n * element_s` seconds. state_factor: elements of state per element of a
-    parameter.
-    """
+    """The optimizer of the program: a server updates `n` elements in `fixed_s + n * element_s` seconds."""
 
     name: str
-    state_factor: Annotated[float, _within(0, 100)]
+    state_factor: Annotated[float, _within(0, 100)]  # elements of state per element of a parameter
     fixed_s: _MessageS
     element_s: _ByteS
     momentum: _Share
@@ -132,17 +112,11 @@ class ProbedOptimizer:
 
 @dataclass(frozen=True)
 class ProbedKernels:
-    """Plain operations on tensors.
+    """Plain operations on tensors."""
 
-    Attributes:
-        operation_s: of one operation of torch on a small tensor.
-        byte_s: of each byte that an addition of large tensors reads or writes.
-        copy_byte_s: of each byte that is copied.
-    """
-
-    operation_s: _MessageS
-    byte_s: _ByteS
-    copy_byte_s: _ByteS
+    operation_s: _MessageS  # of torch on a small tensor
+    byte_s: _ByteS  # that an addition of large tensors reads or writes
+    copy_byte_s: _ByteS  # that is copied
 
 
 @dataclass(frozen=True)
@@ -150,58 +124,43 @@ class ProbedTransport:
     """One transport between two processes of the machine.
 
     A message of `n` bytes costs its sender `send_message_s + n * send_byte_s` seconds of a core, and its receiver
-    likewise. latency_s: from sending a small message until it is there, without the work of both.
+    likewise.
     """
 
     send_message_s: _MessageS
     send_byte_s: _ByteS
     receive_message_s: _MessageS
     receive_byte_s: _ByteS
-    latency_s: _MessageS
+    latency_s: _MessageS  # until a small message is there, without the work of both
 
     @property
     def mbit(self) -> float:
-        """Mbit/s of large messages. 0: without bound.
-
-        The sender and the receiver each work on their own, so the slower one counts.
-        """
+        """Mbit/s of large messages; 0: without bound."""
         slower = max(self.send_byte_s, self.receive_byte_s)
         return 8e-6 / slower if slower > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Probe:
-    """All that was measured of one program on one machine.
+    """All that was measured of one program on one machine."""
 
-    Attributes:
-        version: of the file's format.
-        versions: of topotrain, torch and python.
-        program: name of the script's file, without its folder.
-        spread: standard deviation of a step's own time, over its mean.
-        transports: by name, shm and tcp.
-        worker_step_s: seconds of a core that the product's part of a worker adds to each step.
-        server_message_s: seconds of a core that a server needs for each message beside kernels and transport.
-        sharing: by the number of processes that compute at once, how many times slower each of them is.
-        start_s: from the start of a job until its first step.
-    """
-
-    version: int
+    version: int  # of the file's format
     machine: Machine
-    versions: dict[str, str]
-    program: str
+    versions: dict[str, str]  # of topotrain, torch and python
+    program: str  # name of the script's file, without its folder
     model: tuple[ProbedParameter, ...]
     batch: ProbedBatch
-    spread: Annotated[float, _within(0, 10)]
+    spread: Annotated[float, _within(0, 10)]  # standard deviation of a step's own time, over its mean
     optimizer: ProbedOptimizer
     kernels: ProbedKernels
-    transports: dict[str, ProbedTransport]
-    worker_step_s: _StepS
-    server_message_s: _MessageS
+    transports: dict[str, ProbedTransport]  # shm and tcp
+    worker_step_s: _StepS  # seconds of a core that the product's part of a worker adds to each step
+    server_message_s: _MessageS  # the same of a server for each message, beside kernels and transport
+    # By the number of processes that compute at once: how many times slower each of them is.
     sharing: dict[int, Annotated[float, _within(1, 1000)]]
-    start_s: _StepS
+    start_s: _StepS  # of a job, until its first step
 
     def to_json(self) -> str:
-        """Return the text of the file."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def schema(self) -> tuple[Parameter, ...]:
@@ -224,11 +183,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def load_probe(path: Path | str) -> Probe:
-    """Read a probe from a file.
-
-    Raises:
-        ConfigError: the file cannot be read, is no probe, has another version, or a field is missing or wrong.
-    """
+    """Read a probe from a file. Raises ConfigError for one that cannot be read, and for a field that is wrong."""
     try:
         if Path(path).stat().st_size > _LARGEST:
             raise ConfigError("", None, f"is no probe: larger than {_LARGEST >> 20} MB")

@@ -37,19 +37,11 @@ _MODULES = "topotrain.tools.probe"
 
 @dataclass(frozen=True)
 class ProgramProbe:
-    """The measurements of a program.
+    """The measurements of a program."""
 
-    Attributes:
-        program: a script, or "-m MODULE".
-        args: of the script.
-        seconds: that the probe may take, about.
-        progress: shows what is measured.
-        processes: of the probe. None is left where their block ends.
-    """
-
-    program: str
+    program: str  # a script, or "-m MODULE"
     args: Sequence[str]
-    seconds: float
+    seconds: float  # that the probe may take, about
     progress: ProgressLine
     processes: ForkedProcesses
     cores: int = field(default_factory=allowed_cores, init=False)
@@ -193,7 +185,6 @@ class ProgramProbe:
         return ConfigError("program", self.program, why)
 
     def _patience_s(self, share: float) -> float:
-        """Return the seconds that a stage with this share of the budget has."""
         return (share + _PATIENCE) * self.seconds
 
 

@@ -40,22 +40,10 @@ _BLOCK = 10
 def run_small_job(
     processes: "ForkedProcesses", parameters: int, seconds: float, transport: Mapping[str, float], update_s: float
 ) -> dict[str, float]:
-    """Run the job with a model of so many parameters.
+    """Run the job; return `worker_step_s`, `server_message_s` and `start_s` of a probe.
 
-    Args:
-        processes: of the probe.
-        parameters: of the model.
-        seconds: of its steps.
-        transport: the fields of shared memory in a probe.
-        update_s: of the server's kernel for a slice.
-
-    Returns:
-        The fields of a probe: `worker_step_s` without messages, `server_message_s` for each that a server handles, and
-        `start_s` of the job.
-
-    Raises:
-        ConfigError: the job has not come to its end.
-        SystemExit: a signal has ended it.
+    seconds: of its steps. transport: the fields of shared memory in a probe. update_s: of the server's kernel for a
+    slice. Raises ConfigError where the job does not come to its end, SystemExit where a signal has ended it.
     """
     result, workspace = processes.folder / "small.json", processes.folder / "small"
     cluster = Cluster(server_worker_separate=True, transport=TransportChoice.kShm, workspace=str(workspace))
@@ -76,10 +64,7 @@ def run_small_job(
 
 
 def _handled(folder: Path) -> tuple[int, float]:
-    """Return a step's messages, and a server's seconds for them without its answers.
-
-    They are medians over the steps before the profiled one.
-    """
+    """Return a step's messages, and a server's seconds for them without its answers, as medians."""
     handled, sent = {kind.HANDLED for kind in KINDS.values()}, {kind.SENT for kind in KINDS.values()}
     seconds: dict[int, float] = defaultdict(float)
     messages: Counter[int] = Counter()
@@ -96,7 +81,7 @@ def _handled(folder: Path) -> tuple[int, float]:
     return round(median(messages[step] for step in late)), median(seconds[step] for step in late)
 
 
-class SmallModel(nn.Module):
+class _SmallModel(nn.Module):
     """So many parameters of a few elements."""
 
     def __init__(self, count: int) -> None:
@@ -104,14 +89,13 @@ class SmallModel(nn.Module):
         self.parts = nn.ParameterList(torch.full((_ELEMENTS,), 0.01) for _ in range(count))
 
     def forward(self) -> torch.Tensor:
-        """Return the sum of all elements."""
         return torch.stack([part.sum() for part in self.parts]).sum()
 
 
 def main(result: str, parameters: str, seconds: str) -> None:
     """Measure, and write the result."""
     torch.set_num_threads(1)
-    alone, model = SmallModel(int(parameters)), SmallModel(int(parameters))
+    alone, model = _SmallModel(int(parameters)), _SmallModel(int(parameters))
     plain_core_s = _core_seconds(lambda: _backward(alone), float(seconds) / 4)
     # A rate of 0: however many steps there are, the values stay as they are.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -126,16 +110,13 @@ def main(result: str, parameters: str, seconds: str) -> None:
     write_text(Path(result), json.dumps(found))
 
 
-def _backward(model: SmallModel) -> None:
+def _backward(model: _SmallModel) -> None:
     model.zero_grad()
     model().backward()
 
 
 def _core_seconds(step: Callable[[], None], seconds: float) -> float:
-    """Return the seconds of this thread's core for a step.
-
-    It is the first quartile: other processes only ever add to what is so short.
-    """
+    """Return the seconds of this thread's core for a step: the first quartile, since others only add to it."""
     for _ in range(_WARM):
         step()
     found: list[float] = []

@@ -71,7 +71,6 @@ class Answering(_Process):
     """Answers bodies with bodies, and small messages with its processor time."""
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Answer a message."""
         if isinstance(message, Push):
             self.transport.send(_SERVER, _WORKER, _body(message.bucket, self.into))
         elif isinstance(message, Fetch):
@@ -91,7 +90,6 @@ class Asking(_Process):
         transport.connect(_WORKER, _SERVER, url)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Take an answer."""
         if isinstance(message, Push):
             self._missing -= 1
         elif isinstance(message, Finish):

@@ -33,11 +33,9 @@ class SimServer:
         self.server, self._transport = server, transport
 
     def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        """Return the buffer for a message's body, as `Endpoint.place` does."""
         return self.server.place(sender, message, viewable)
 
     def handle(self, sender: Address, message: Message) -> None:
-        """Handle a message."""
         self.send(self.server.handle(sender, message))
 
     def send(self, out: Sequence[tuple[Address, Message]]) -> None:
@@ -65,14 +63,7 @@ class SimTimer(TimerHost):
 
 
 class SimCluster:
-    """All servers and worker clients of a job on a simulated transport.
-
-    Args:
-        job: its program is not run.
-        topology: of the job.
-        seed: of the simulation.
-        schema: the parameters of the model.
-    """
+    """All servers and worker clients of a job on a simulated transport. schema: the parameters of the model."""
 
     shared = False
     """Whether the processes of a host show each other memory."""

@@ -15,11 +15,7 @@ from topotrain.tools.simulator.sim_network import SimulatedTransport
 
 
 class PresentWorkers:
-    """The workers that can be reached by others of their unit.
-
-    Args:
-        transport: carries their messages.
-    """
+    """The workers that can be reached by others of their unit."""
 
     def __init__(self, transport: SimulatedTransport) -> None:
         self._transport = transport
@@ -38,14 +34,7 @@ class PresentWorkers:
 
 
 class SimUnitLinks(UnitLinks):
-    """The connections of one simulated worker.
-
-    Args:
-        present: the workers that can be reached.
-        me, incarnation: the worker.
-        unit: the workers of its unit.
-        sender: sends its messages.
-    """
+    """The connections of one simulated worker to the others of its unit."""
 
     def __init__(
         self, present: PresentWorkers, me: Address, incarnation: int, unit: Sequence[Address], sender: MessageSender
@@ -60,7 +49,7 @@ class SimUnitLinks(UnitLinks):
         self._sender.send(to, message)
 
     def close(self) -> None:
-        """As `UnitLinks.close`."""
+        """Do nothing: a simulated connection ends with its process."""
 
 
 def reduction_of(
