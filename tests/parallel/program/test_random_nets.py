@@ -100,6 +100,18 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
+class Prompted(nn.Module):
+    """Parameters of its own, one of which another module uses, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.fc, self.norm = nn.Parameter(torch.zeros(1, 2, 6)), nn.Linear(6, 6), nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(torch.cat([self.prompt.expand(x.size(0), -1, -1), x[:, None]], 1)) @ self.fc.weight
+        return self.norm(y.mean(1).reshape(x.size(0), -1)) * x
+
+
 class Towers(nn.Module):
     """Two inputs, and a dict out."""
 
@@ -139,6 +151,7 @@ NETS: dict[str, tuple[type[nn.Module], Callable[[int], tuple[Any, ...]], Callabl
     "cnn": (Cnn, images, squares),
     "transformer": (Transformer, tokens, squares),
     "towers": (Towers, pairs, both),
+    "prompted": (Prompted, mlp, squares),
 }
 
 
