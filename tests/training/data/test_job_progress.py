@@ -318,7 +318,6 @@ def rates(batches: DataLoader[Any], epochs: int = 3, accumulate: int = 1) -> tup
 
 
 def test_a_schedule_over_the_job_is_the_same_with_and_without_a_job(job: Any) -> None:
-    assert rates(loader(), epochs=1, accumulate=2)[1] == [0.2, 0.4, 0.6, 0.8, 1.0]
     plain = rates(loader())
     assert plain[1] == [(e + k / 5) / 3 for e in range(3) for k in range(1, 6)]
     assert [rate / plain[0][0] for rate in plain[0]] == pytest.approx([1 - k / 15 for k in range(15)])
@@ -326,6 +325,10 @@ def test_a_schedule_over_the_job_is_the_same_with_and_without_a_job(job: Any) ->
     assert tt.progress() == 0.0
     assert rates(loader()) == plain
     here.finish()
+
+
+def test_several_backwards_for_one_step_are_as_many_batches() -> None:
+    assert rates(loader(), epochs=1, accumulate=2)[1] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
 def test_before_a_loop_nothing_is_done_and_behind_it_all() -> None:
@@ -374,7 +377,7 @@ NUMBER = "tt.progress: needs the number of batches in an epoch: give the loader 
         (
             lambda: DataLoader(Counted(12), 4),
             range,
-            r"tt.progress: needs the number of epochs: .* in tt.epochs\(count\)",
+            r"needs the number of epochs: .* in tt.epochs\(count\)",
         ),
         (lambda: DataLoader(Counted(12), 4), tt.epochs, ""),
     ],
