@@ -37,7 +37,7 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_plot
-from topotrain.tools.monitor.compare_jobs import ComparedJob, compare, entries
+from topotrain.tools.monitor.compare_jobs import compare, entries
 from topotrain.tools.monitor.job_report import JobResult, Report, merge, story
 from topotrain.tools.monitor.live_terminal import NOTEBOOK
 from topotrain.tools.monitor.progress.live_table import LiveTable, progress
@@ -87,45 +87,39 @@ def a_report(job: Job = JOB, steps: int = 20) -> Report:
 # ---- report ----------------------------------------------------------------------------------------------------------
 
 
-def test_report_of_tests_is_a_curve_over_steps() -> None:
+def test_the_report_of_a_job() -> None:
     report = a_report()
     report(events.Tested("worker 0/0", "test", 0, {"loss": 2.5, "accuracy": 0.1}, 0))
     report(events.Tested("worker 0/0", "validate", 3, {"loss": math.nan}, 1))
     report(events.Tested("worker 0/0", "test", 8, {"loss": 0.5, "accuracy": 0.9}, 4))
     data = report.as_data(JobOutcome(0, 3.5))
-    assert data["tests"] == [{"step": 0, "loss": 2.5, "accuracy": 0.1}, {"step": 8, "loss": 0.5, "accuracy": 0.9}]
-    assert data["validations"] == [{"step": 3, "loss": None}]
-    assert data["evaluations_skipped"] == 4
-
-
-def test_report_of_the_job() -> None:
-    data = a_report().as_data(JobOutcome(0, 3.5))
-    assert (data["code"], data["cause"], data["job"], data["program"], data["args"]) == (
-        0,
-        None,
-        "digits",
-        "train.py",
-        ["--lr", "0.1"],
-    )
-    assert data["layout"] == TOPOLOGY.as_data()
-    assert data["seconds"] == pytest.approx(2.0)
-    assert data["wall_seconds"] == 3.5
-    assert data["samples"] == 4 * 160
-    assert data["samples_per_s"] == pytest.approx(320)
-    assert data["steps"] == 20
-    assert data["last_loss"] == pytest.approx(1 / 20)
-    assert data["metrics"] == {"accuracy": 0.975}
-    assert data["final"] == "workspace/final.safetensors"
-    assert data["bytes_out"] == 4 * 20_000 + 70
-    assert data["bytes_in"] == 4 * 10_000 + 7
-    assert data["bytes_link"] == 4 * 5_000
-    assert data["staleness_max"] == 4
-    assert data["staleness_mean"] == pytest.approx(0.5)
+    known = {
+        "code": 0,
+        "cause": None,
+        "job": "digits",
+        "program": "train.py",
+        "args": ["--lr", "0.1"],
+        "layout": TOPOLOGY.as_data(),
+        "seconds": pytest.approx(2.0),
+        "wall_seconds": 3.5,
+        "samples": 4 * 160,
+        "samples_per_s": pytest.approx(320),
+        "steps": 20,
+        "last_loss": pytest.approx(1 / 20),
+        "metrics": {"accuracy": 0.975},
+        "tests": [{"step": 0, "loss": 2.5, "accuracy": 0.1}, {"step": 8, "loss": 0.5, "accuracy": 0.9}],
+        "validations": [{"step": 3, "loss": None}],
+        "evaluations_skipped": 4,
+        "final": "workspace/final.safetensors",
+        "bytes_out": 4 * 20_000 + 70,
+        "bytes_in": 4 * 10_000 + 7,
+        "bytes_link": 4 * 5_000,
+        "staleness_max": 4,
+        "staleness_mean": pytest.approx(0.5),
+    }
+    assert {name: data[name] for name in known} == known
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-
-
-def test_report_of_the_processes() -> None:
-    processes = a_report().as_data(JobOutcome(0, 3.5))["processes"]
+    processes = data["processes"]
     assert [process["unit"] for process in processes] == [0, 1, 2, 3, 4, 5]
     assert processes[2] == {
         "unit": 2,
@@ -142,6 +136,11 @@ def test_report_of_the_processes() -> None:
         "staleness_max": 4,
     }
     assert (processes[4]["rank"], processes[4]["pid"], processes[4]["servers"]) == (None, 200, [[0, 0]])
+    points = report.curve(bins=10)
+    assert len(points) == 10 and points == sorted(points) and points[0][1] > points[-1][1]
+    assert summary(data) == (
+        "digits: Downpour (asynchronous), 6 units, 20 steps, 2.0 s, 320 samples/s, loss 0.05, accuracy 97.5%"
+    )
 
 
 def test_residents_with_one_pid_are_one_process() -> None:
@@ -243,26 +242,16 @@ def test_samples_of_workers_that_have_left_are_in_what_their_servers_count() -> 
     assert report.as_data(JobOutcome(0, 4.0))["samples"] == 72
 
 
-def test_a_job_that_said_nothing_has_a_report() -> None:
-    cause = Failed("worker 0/1", "program", "ValueError: no", "Traceback\n  boom\n")
-    data = Report(JOB, TOPOLOGY).as_data(JobOutcome(1, 0.2, cause))
-    assert data["processes"] == []
-    assert data["samples_per_s"] == 0
-    assert data["last_loss"] is None
-    assert data["cause"]["who"] == "worker 0/1"
-    assert "0 steps" in summary(data)
-
-
-def test_a_loss_that_is_no_number_becomes_null() -> None:
+def test_a_job_that_said_nothing_and_a_loss_that_is_no_number_have_a_report() -> None:
     report = Report(JOB, TOPOLOGY)
-    report(step("worker 0/0", 1, 1.0))
-    report(step("worker 0/0", 2, math.nan))
-    report(Metrics({"accuracy": math.inf}))
+    data = report.as_data(JobOutcome(1, 0.2, Failed("worker 0/1", "program", "ValueError: no", "Traceback\n  boom\n")))
+    assert (data["processes"], data["samples_per_s"], data["last_loss"]) == ([], 0, None)
+    assert data["cause"]["who"] == "worker 0/1" and "0 steps" in summary(data)
+    for event in (step("worker 0/0", 1, 1.0), step("worker 0/0", 2, math.nan), Metrics({"accuracy": math.inf})):
+        report(event)
     data = report.as_data(JobOutcome(0, 1))
-    assert data["last_loss"] is None
-    assert data["metrics"] == {"accuracy": None}
-    assert report.curve() == [(0.1, 1.0)]
-    assert "–" in summary(data)
+    assert (data["last_loss"], data["metrics"]) == (None, {"accuracy": None})
+    assert report.curve() == [(0.1, 1.0)] and "–" in summary(data)
 
 
 def test_the_story_of_a_failure() -> None:
@@ -304,13 +293,6 @@ def test_merge_takes_means_per_time_bin() -> None:
     assert merge([fast, slow], bins=2) == [(0.5, 4.5), (3.25, 1.5)]
     assert merge([]) == []
     assert merge([[], [(0.0, 1.0)]]) == [(0.0, 1.0)]
-
-
-def test_the_curve_of_a_job() -> None:
-    points = a_report().curve(bins=10)
-    assert len(points) == 10
-    assert [time for time, _ in points] == sorted(time for time, _ in points)
-    assert points[0][1] > points[-1][1]
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
@@ -374,27 +356,24 @@ def test_a_job_that_never_started_has_no_line() -> None:
     assert text.getvalue() == ""
 
 
-def test_only_the_main_worker_reaches_the_terminal() -> None:
+def test_the_main_workers_output_and_what_the_job_survives_reach_the_terminal() -> None:
     text, out = io.StringIO(), io.StringIO()
     with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20), out) as window:
         window(Output("worker 0/0", "stdout", "[bold]a long line "))
         window(Output("worker 0/0", "stdout", "of the program[/bold]\r10 %\rno newline"))
-        window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n"))
+        window(Output("worker 0/0", "stderr", "careful, this is longer than twenty\n50 %"))
         window(Output("worker 0/1", "stdout", "not me"))
         window(Notice("worker 0/1", "no tt.epochs"))
         for event in a_job():
             window(event)
-    assert out.getvalue() == "[bold]a long line of the program[/bold]\r10 %\rno newline"
-    assert text.getvalue() == "careful, this is longer than twenty\ntopotrain: worker 0/1: no tt.epochs\n"
-
-
-def test_what_the_job_survives_is_a_line_each() -> None:
-    text = io.StringIO()
-    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20)) as window:
         window(Incident(0, "worker 1/0", "worker 1/0 was killed by SIGKILL", "group 1 starts again", 3.5))
         window(Recovered(0, 0.75, 0.5))
         window(Recovered(1, 0.75, 0.0))
+    assert out.getvalue() == "[bold]a long line of the program[/bold]\r10 %\rno newline"
     assert text.getvalue().splitlines() == [
+        "careful, this is longer than twenty",
+        "50 %",  # our lines do not run into it
+        "topotrain: worker 0/1: no tt.epochs",
         "topotrain: worker 1/0 was killed by SIGKILL; group 1 starts again",
         "topotrain: training again 0.8 s after that loss, the others were without a step for at most 0.5 s",
         "topotrain: training again 0.8 s after that loss",
@@ -445,14 +424,6 @@ def test_a_slow_worker_is_compared_with_the_others(
     assert {each.who: each.factor for each in found} == slow
 
 
-def test_our_lines_do_not_run_into_the_programs() -> None:
-    text = io.StringIO()
-    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=80)) as window:
-        window(Output("worker 0/0", "stderr", "50 %"))
-        window(Notice("worker 0/0", "a word of ours"))
-    assert text.getvalue() == "50 %\ntopotrain: worker 0/0: a word of ours\n"
-
-
 def test_the_live_table_shows_a_progress_bar_below_and_whole_lines_above() -> None:
     text = io.StringIO()
     with LiveTable(report_of(TOPOLOGY), live(text)) as window:
@@ -492,13 +463,6 @@ def test_the_live_table_gives_the_terminal_back_on_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt), LiveTable(report_of(TOPOLOGY), live(text)):
         raise KeyboardInterrupt
     assert text.getvalue().rindex("\x1b[?25h") > text.getvalue().rindex("\x1b[?25l")
-
-
-def test_the_window_fits_the_console() -> None:
-    plain = Console(file=io.StringIO())
-    assert type(progress(report_of(TOPOLOGY), live(io.StringIO()))) is LiveTable
-    assert type(progress(report_of(TOPOLOGY), plain)) is PlainProgress
-    assert type(progress(report_of(TOPOLOGY), live(io.StringIO()), quiet=True)) is QuietProgress
 
 
 # ---- table and picture -----------------------------------------------------------------------------------------------
@@ -545,10 +509,6 @@ def on_a_screen(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> I
         yield
 
 
-def test_a_console_that_is_no_terminal_cuts_nothing() -> None:
-    assert console().width >= 160
-
-
 @pytest.mark.parametrize(
     ("variables", "kind"),
     [
@@ -567,6 +527,7 @@ def test_the_table_is_drawn_only_where_it_can_be_redrawn(
 ) -> None:
     with on_a_screen(monkeypatch, variables):
         assert type(progress(report_of(TOPOLOGY), console(stderr=True))) is kind
+        assert type(progress(report_of(TOPOLOGY), console(stderr=True), quiet=True)) is QuietProgress
 
 
 def test_a_pipe_gets_lines_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -574,19 +535,13 @@ def test_a_pipe_gets_lines_whatever_the_environment_says(monkeypatch: pytest.Mon
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = io.StringIO()
     monkeypatch.setattr(sys, "stderr", text)
+    assert console().width >= 160, "no terminal cuts nothing"
     with progress(report_of(TOPOLOGY), console(stderr=True)) as window:
         for event in a_job():
             window(event)
     assert type(window) is PlainProgress
     assert "\x1b" not in text.getvalue()
     assert "step 20" in text.getvalue()
-
-
-def test_the_summary_is_one_line() -> None:
-    text = summary(a_report().as_data(JobOutcome(0, 3.5)))
-    assert text == (
-        "digits: Downpour (asynchronous), 6 units, 20 steps, 2.0 s, 320 samples/s, loss 0.05, accuracy 97.5%"
-    )
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -611,20 +566,15 @@ def test_every_job_gets_a_workspace_and_a_label_of_its_own(tmp_path: Path) -> No
     assert found[0].job.args == JOB.args
 
 
-def test_compare_writes_data_and_picture(tmp_path: Path) -> None:
-    jobs = entries([("down.conf", JOB), ("ar.conf", JOB)], tmp_path / "out")
-    codes = iter([1, 0])
-
-    def train(entry: ComparedJob) -> JobResult:
-        return JobResult(JobOutcome(next(codes), 2.0), a_report(entry.job))
-
-    code, rows = compare(((entry, train(entry)) for entry in jobs), tmp_path / "out")
-    assert code == 1  # the first that failed, and yet the second ran
-    assert [row["label"] for row in rows] == ["Downpour (down)", "Downpour (ar)"]
+def test_compare_writes_data_and_picture_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+    jobs = entries([("down.conf", JOB), ("ar.conf", JOB), ("hog.conf", JOB), ("next.conf", JOB)], tmp_path / "out")
+    results = ((job, JobResult(JobOutcome(code, 2.0), a_report(job.job))) for job, code in zip(jobs, (1, 0, 130, 0)))
+    code, rows = compare(results, tmp_path / "out")
+    assert code == 1, "the first that failed, and yet the second ran"
+    assert [row["label"] for row in rows] == ["Downpour (down)", "Downpour (ar)", "Downpour (hog)"]
     data = json.loads((tmp_path / "out" / "compare.json").read_text())["jobs"]
-    assert data[1]["conf"] == "ar.conf"
+    assert (data[1]["conf"], data[1]["metrics"]) == ("ar.conf", {"accuracy": 0.975})
     assert 10 <= len(data[1]["curve"]) <= 20
-    assert data[1]["metrics"] == {"accuracy": 0.975}
     assert (tmp_path / "out" / "frameworks.png").read_bytes().startswith(PNG)
 
 
@@ -637,9 +587,3 @@ def test_files_that_cannot_be_written_do_not_cost_the_rows(tmp_path: Path, capsy
     assert [line.split(": ", 2)[2] for line in capsys.readouterr().err.splitlines()] == [
         f"{tmp_path}/{name}: cannot be written (Is a directory)" for name in ("compare.json", "frameworks.png")
     ]
-
-
-def test_ctrl_c_ends_a_comparison(tmp_path: Path) -> None:
-    jobs = entries([("a.conf", JOB), ("b.conf", JOB)], tmp_path)
-    code, rows = compare(((entry, JobResult(JobOutcome(130, 1.0), a_report(entry.job))) for entry in jobs), tmp_path)
-    assert (code, len(rows)) == (130, 1)
