@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from growing_recording import STARTED, GrowingRecording, step
 from page_client import PageClient
 
 from tests.support.recorded_jobs import job_of, recorder_of
-from topotrain.comm.transport.listener import MAX_UNPROVEN
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Notice, Started
 from topotrain.tools import http_server
@@ -392,30 +391,6 @@ def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monke
 # ---- silent connections ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def connected(client: PageClient, count: int, text: bytes = b"") -> Iterator[list[socket.socket]]:
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_connection((client.host, client.port), 20)) for _ in range(count)]
-        for sock in found:
-            with suppress(OSError):  # pushed out
-                sock.sendall(text)
-        yield found
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_strangers_take_a_bounded_number_of_descriptors(page: PageClient) -> None:
-    before = descriptors()
-    with connected(page, 4 * MAX_UNPROVEN, b"G") as found:
-        # Each held connection is two descriptors, because both ends are in this process.
-        until(lambda: descriptors() - before - len(found) <= MAX_UNPROVEN + 5)
-        with connected(page, 4 * MAX_UNPROVEN):  # all at once: those which are pushed out are closed on the way
-            assert descriptors() - before - 2 * len(found) <= MAX_UNPROVEN + 50
-        assert page.get("/api/view").status == 200, "a newcomer pushes a silent one out"
-
-
 def test_a_connection_without_an_allowed_request_ends(
     monkeypatch: pytest.MonkeyPatch, recording: GrowingRecording
 ) -> None:
@@ -424,7 +399,8 @@ def test_a_connection_without_an_allowed_request_ends(
     with served(recording.workspace, turn_s=2.0) as client:
         client.login()
         for text in (b"", b"GET /", request):
-            with connected(client, 1, text) as (sock,):
+            with socket.create_connection((client.host, client.port), 20) as sock:
+                sock.sendall(text)
                 while sock.recv(4096):
                     pass
         updates = client.updates()

@@ -98,14 +98,10 @@ def test_what_is_not_known_yet_is_left_out() -> None:
     }
 
 
-def test_openmetrics_is_spoken_where_it_is_asked_for() -> None:
+def test_requests_see_the_last_state_of_the_job_in_the_format_that_they_ask_for() -> None:
     with served() as export:
         _, text, kind = fetch(export.url, Accept="application/openmetrics-text; version=1.0.0")
-    assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
-
-
-def test_requests_see_the_last_state_of_the_job() -> None:
-    with served() as export:
+        assert kind.startswith("application/openmetrics-text") and text.endswith("# EOF\n")
         history = sampled()
         export.follow(SimpleNamespace(read=lambda: history))
         history.add(TimedEvent(99.0, step("worker 0/0", 40)))
@@ -147,32 +143,26 @@ def test_an_address_for_other_machines_needs_a_token_and_speaks_tls() -> None:
             assert b"topotrain" not in silent.recv(4096)
 
 
-def test_all_interfaces_at_once_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--metrics.*0\.0\.0\.0.*every interface"):
-        MetricsServer("0.0.0.0:0", {metrics_server.VARIABLE: TOKEN})
-
-
 def test_a_token_counts_on_loopback_too() -> None:
     with served(token=TOKEN) as export:
         assert fetch(export.url)[0] == 401
         assert fetch(export.url, Authorization=f"Bearer {TOKEN}")[0] == 200
-    with pytest.raises(ConfigError, match="at least 16 characters"):
-        MetricsServer("0", {metrics_server.VARIABLE: "short"})
 
 
-@pytest.mark.parametrize("text", ["", "x", ":1", "70000", "1.5", "localhost:", "-1", "１２"])
-def test_a_wrong_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--metrics.*must be PORT or ADDRESS:PORT"):
-        MetricsServer(text, {})
+def test_a_wrong_address_and_a_missing_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(text: str, said: str, token: str = "") -> None:
+        with pytest.raises(ConfigError, match=said):
+            MetricsServer(text, {metrics_server.VARIABLE: token} if token else {})
 
-
-def test_a_port_that_is_taken_is_refused() -> None:
+    for text in ("", "x", ":1", "70000", "1.5", "localhost:", "-1", "１２"):
+        refused(text, r"--metrics.*must be PORT or ADDRESS:PORT")
+    refused("0.0.0.0:0", r"--metrics.*0\.0\.0\.0.*every interface", TOKEN)
+    refused("0", "at least 16 characters", "short")
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(
-            ConfigError, match=rf"--metrics = {port}: must be a free port, .*another process listens there"
-        ):
-            MetricsServer(str(port), {})
+        refused(str(port), rf"--metrics = {port}: must be a free port, .*another process listens there")
+    monkeypatch.setattr(prometheus_metrics, "find_spec", lambda name: None)
+    refused("9400", r"pip install 'topotrain\[metrics\]'")
 
 
 def test_ipv6_and_names_of_this_machine() -> None:
@@ -184,12 +174,6 @@ def test_ipv6_and_names_of_this_machine() -> None:
                 assert fetch(export.url)[0] == 200 and "[::1]" in export.url
         except ConfigError as error:
             pytest.skip(f"no loopback of IPv6: {error}")
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus_metrics, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[metrics\]'"):
-        MetricsServer("9400", {})
 
 
 # ---- who names them --------------------------------------------------------------------------------------------------
