@@ -70,55 +70,39 @@ def test_a_job_without_faults(ask, here, capsys):
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
+def test_a_bad_job_ends_with_code_2(ask, capsys):
+    for words, named in (
         (["--set", "cluster.nworkers_per_procs=3"], "nworkers_per_procs"),
         (["--set", "cluster.nworker_group=3"], "nworker_group"),
         (["--rendezvous", "ftp://host"], "ftp"),
-    ],
-)
-def test_a_bad_job_ends_with_code_2(ask, words, named):
-    code, found, err = ask(*words)
-    assert (code, found) == (2, {})
-    assert err.startswith("topotrain: error: ")
-    assert named in err
-
-
-def test_a_job_file_that_is_not_there(here, capsys):
+    ):
+        code, found, err = ask(*words)
+        assert (code, found) == (2, {}) and err.startswith("topotrain: error: ") and named in err
     with pytest.raises(SystemExit) as left:
         main(["doctor", "gone.conf"])
-    assert left.value.code == 2
-    assert "gone.conf" in capsys.readouterr().err
+    assert left.value.code == 2 and "gone.conf" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "why"), [(None, "cannot be read"), ("def f(:\n", "is not Python")])
-def test_a_script_that_cannot_run(ask, here, text, why):
-    (here / "train.py").unlink() if text is None else (here / "train.py").write_text(text)
-    code, found, _ = ask()
-    assert (code, found["program"]["state"]) == (1, "failed")
-    assert why in found["program"]["text"]
-    assert found["program"]["advice"]
+def test_a_program_that_cannot_run(ask, here):
+    assert ask("--set", "program=-m train")[0] == 0
+    (here / "wrong.py").write_text("def f(:\n")
+    for program, why in (
+        ("gone.py", "cannot be read"),
+        ("wrong.py", "is not Python"),
+        ("-m trian", "did you mean train?"),
+    ):
+        code, found, _ = ask("--set", f"program={program}")
+        assert (code, found["program"]["state"]) == (1, "failed")
+        assert why in found["program"]["text"] and found["program"]["advice"]
 
 
-def test_a_program_may_be_a_module(ask, here):
-    code, found, _ = ask("--set", "program=-m train")
-    assert (code, found["program"]["state"]) == (0, "ok")
-    code, found, _ = ask("--set", "program=-m trian")
-    assert (code, found["program"]["state"]) == (1, "failed")
-    assert "did you mean train?" in found["program"]["text"]
-
-
-def test_a_workspace_of_another_job(ask, here):
+def test_a_workspace_of_another_job_or_below_a_file(ask, here):
     (here / "made/here").mkdir(parents=True)
     with locked(here / "made/here/lock", fcntl.LOCK_EX):
         code, found, _ = ask()
         assert (code, found["workspace"]["state"]) == (1, "failed")
         assert f"launcher pid {os.getpid()}" in found["workspace"]["advice"]
     assert ask()[0] == 0
-
-
-def test_a_workspace_below_a_file(ask):
     code, found, _ = ask("--set", "cluster.workspace=train.py/below")
     assert (code, found["workspace"]["state"]) == (1, "failed")
     assert "train.py" in found["workspace"]["text"]
@@ -194,12 +178,19 @@ def test_a_store_that_answers(ask, monkeypatch):
     assert "unit 0 can serve" in found["rendezvous"]["text"]
 
 
-def test_a_redis_server_that_is_not_there(ask):
+def test_a_store_that_cannot_be_used(ask, monkeypatch):
     with socket.socket() as taken:  # bound, and nothing listens
         taken.bind(("127.0.0.1", 0))
-        code, found, _ = ask("--rendezvous", f"redis://ann:5ecre7@127.0.0.1:{taken.getsockname()[1]}")
-    assert (code, found["rendezvous"]["state"]) == (1, "failed")
-    assert "5ecre7" not in json.dumps(found)
+        port = taken.getsockname()[1]
+        for url, token, said in (
+            (f"redis://ann:5ecre7@127.0.0.1:{port}", TOKEN, str(port)),
+            ("env://", TOKEN, "MASTER_ADDR and MASTER_PORT"),
+            ("tcp://127.0.0.1:29411", "5ecre7", "TOPOTRAIN_TOKEN"),
+        ):
+            monkeypatch.setenv("TOPOTRAIN_TOKEN", token)
+            code, found, _ = ask("--rendezvous", url)
+            assert (code, found["rendezvous"]["state"]) == (1, "failed")
+            assert said in found["rendezvous"]["text"] and "5ecre7" not in json.dumps(found)
 
 
 def test_a_store_in_a_folder(ask, here):
@@ -210,19 +201,6 @@ def test_a_store_in_a_folder(ask, here):
     code, found, _ = ask("--rendezvous", f"file://{here}/train.py")
     assert (code, found["rendezvous"]["state"]) == (1, "failed")
     assert "train.py cannot be used (Not a directory)" in found["rendezvous"]["text"]
-
-
-def test_the_environment_names_no_store(ask):
-    code, found, _ = ask("--rendezvous", "env://")
-    assert (code, found["rendezvous"]["state"]) == (1, "failed")
-    assert "MASTER_ADDR and MASTER_PORT" in found["rendezvous"]["text"]
-
-
-def test_a_token_that_is_too_short(ask, monkeypatch):
-    monkeypatch.setenv("TOPOTRAIN_TOKEN", "5ecre7")
-    code, found, _ = ask("--rendezvous", "tcp://127.0.0.1:29411")
-    assert (code, found["rendezvous"]["state"]) == (1, "failed")
-    assert "TOPOTRAIN_TOKEN" in found["rendezvous"]["text"] and "5ecre7" not in json.dumps(found)
 
 
 def test_hosts(ask):
