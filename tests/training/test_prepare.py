@@ -46,78 +46,77 @@ def test_in_an_ordinary_process_prepare_returns_the_very_same_objects_and_bits()
     assert torch.equal(torch.get_rng_state(), rng)
 
 
-def test_as_many_things_come_back_as_were_given_in_any_order():
+def test_as_many_things_come_back_as_were_given_in_any_order_and_as_often_as_one_likes():
     first, second, batches, scaler = mlp(), nn.Linear(2, 2), loader(), torch.amp.GradScaler("cpu")
     one, two = sgd(first), adam(second)
     for given in ((first, one), (first, second, one, two, batches), (batches, two, second, scaler), (first, one, None)):
         found = tt.prepare(*given)
         assert isinstance(found, tuple) and all(a is b for a, b in zip(found, given, strict=True))
     assert tt.prepare(two) is two
+    scheduler = torch.optim.lr_scheduler.StepLR(one, 1)
+    assert len(tt.prepare(first, one, None, scheduler, scaler)) == 5
 
 
-def test_an_ordinary_process_may_prepare_as_often_as_it_likes():
-    for _ in range(2):
-        model = mlp()
-        tt.prepare(model, sgd(model))
-
-
-def test_what_cannot_be_prepared_is_named():
-    model, batches = mlp(), loader()
-    with pytest.raises(ConfigError, match=r"tt.prepare = 'list': must be a torch.nn.Module, .* one by one"):
-        tt.prepare(model, [sgd(model), adam(model)], batches)
-    with pytest.raises(ConfigError, match=r"tt.prepare: must have a torch.nn.Module, or an optimizer"):
-        tt.prepare(torch.amp.GradScaler("cpu"))
+REFUSED = [
+    (lambda m: (m, [sgd(m), adam(m)], loader()), r"tt.prepare = 'list': must be a torch.nn.Module, .* one by one"),
+    (lambda m: (torch.amp.GradScaler("cpu"),), "tt.prepare: must have a torch.nn.Module, or an optimizer"),
+    (lambda m: (lambda x: x, sgd(m)), "must be a torch.nn.Module"),
+    (lambda m: (m, sgd(m), None, 3), "int.*state_dict and load_state_dict"),
+    (lambda m: (m, sgd(m), [1]), "list.*must be a torch.nn.Module, a torch.optim optimizer"),
+]
 
 
 @pytest.mark.parametrize("in_a_job", [False, True])
-def test_loops_over_epochs_follow_one_another(job, in_a_job):
+def test_what_prepare_refuses(job, in_a_job):
+    if in_a_job:
+        job()
+    for given, words in (*REFUSED, (lambda m: (m, None), "updater block" if in_a_job else "an optimizer is needed")):
+        with pytest.raises(ConfigError, match=words):
+            tt.prepare(*given(mlp()))
+
+
+@pytest.mark.parametrize("in_a_job", [False, True])
+def test_epochs_is_range_and_loops_over_it_follow_one_another(job, in_a_job):
     if in_a_job:
         job()
         model = mlp()
         tt.prepare(model, sgd(model))
     for _ in (bar := tt.epochs(3)):
         break
-    assert list(tt.epochs(2)) == [0, 1] and bar is not None
+    assert list(tt.epochs(2)) == [0, 1] and list(tt.epochs(0)) == []
+    assert len(bar) == 3 and [len(bar) for _ in bar] == [3, 3, 3]
     seen = []
     with pytest.raises(ConfigError, match=r"tt.epochs = 2: has another loop over tt.epochs inside"):
         seen.extend((outer, inner) for outer in tt.epochs(2) for inner in tt.epochs(2))
     assert seen == [(0, 0), (0, 1)]
-
-
-def test_epochs_is_range_and_has_its_length():
-    assert list(tt.epochs(3)) == [0, 1, 2] and list(tt.epochs(0)) == []
-    loop = tt.epochs(3)
-    assert len(loop) == 3 and [len(loop) for _ in loop] == [3, 3, 3]
-
-
-@pytest.mark.parametrize("count", [-1, 2.0, "3", True, None])
-def test_a_number_of_epochs_is_checked(count):
-    with pytest.raises(ConfigError, match=r"tt.epochs.*: must be a whole number >= 0"):
-        tt.epochs(count)
+    for count in (-1, 2.0, "3", True, None):
+        with pytest.raises(ConfigError, match=r"tt.epochs.*: must be a whole number >= 0"):
+            tt.epochs(count)
 
 
 def test_only_public_names_are_listed_and_a_misspelled_one_is_answered_with_the_nearest():
     assert dir(tt) == sorted([*tt.__all__, "__version__"])
+    assert all(getattr(tt, name) is not None for name in tt.__all__)
     with pytest.raises(AttributeError, match="prepair") as caught:
         _ = tt.prepair
     assert (caught.value.name, caught.value.obj) == ("prepair", tt)
 
 
-def test_report_prints_numbers_and_what_functions_give(capsys):
+def test_report_prints_numbers_and_what_functions_give_and_refuses_the_rest(capsys):
     tt.report(accuracy=0.98765432, loss=lambda: torch.tensor(0.25), steps=12)
     assert capsys.readouterr().out == "accuracy: 0.987654\nloss: 0.25\nsteps: 12\n"
-
-
-def test_an_ordinary_process_is_rank_0_and_the_main_one():
-    assert tt.rank() == 0 and tt.is_main()
+    for wrong in ("good", None, [1.0]):
+        with pytest.raises(ConfigError, match=r"tt.report note"):
+            tt.report(accuracy=1.0, note=wrong)
+    assert capsys.readouterr().out == ""
 
 
 def test_local_and_weight_do_nothing_and_clip_is_torchs():
     model = mlp()
+    assert tt.rank() == 0 and tt.is_main()
     with tt.local():
         model(torch.ones(1, 12)).sum().backward()
     tt.weight(7)
-    assert model[0].weight.grad is not None
     reference = copy.deepcopy(model)
     for p, q in zip(model.parameters(), reference.parameters()):
         q.grad = p.grad.clone()
@@ -126,25 +125,6 @@ def test_local_and_weight_do_nothing_and_clip_is_torchs():
     assert torch.equal(model[0].weight.grad, reference[0].weight.grad)
     with pytest.raises(ValueError, match="weight = -1: must be >= 0"):
         tt.weight(-1)
-
-
-def test_what_prepare_refuses_everywhere():
-    model = mlp()
-    with pytest.raises(ConfigError, match=r"must be a torch.nn.Module"):
-        tt.prepare(lambda x: x, sgd(model))
-    with pytest.raises(ConfigError, match="outside a job an optimizer is needed"):
-        tt.prepare(model, None)
-    with pytest.raises(ConfigError, match=r"int.*state_dict and load_state_dict"):
-        tt.prepare(model, sgd(model), None, 3)
-    scheduler = torch.optim.lr_scheduler.StepLR(sgd(model), 1)
-    assert len(tt.prepare(model, sgd(model), None, scheduler, torch.amp.GradScaler("cpu"))) == 5
-
-
-def test_the_names_of_the_package():
-    assert set(tt.__all__) <= set(dir(tt))
-    assert all(getattr(tt, name) is not None for name in tt.__all__)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        tt.nothing  # noqa: B018
 
 
 # --- a job of one worker -----------------------------------------------------------------------------------------
@@ -169,17 +149,6 @@ def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path):
     assert (done.steps, done.samples, done.who) == (10, 80, "worker 0/0") and done.bytes_out > 0
     assert here.heard(events.StepDone)[0].loss == pytest.approx(losses[0])
     mlp().load_state_dict(saved)
-
-
-def test_metrics_are_evaluated_on_the_final_parameters(job):
-    here = job()
-    model = mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches, 1)
-    tt.report(bias=lambda: model[2].bias.sum().item())
-    expected = float(model[2].bias.sum().detach())
-    here.finish()
-    assert here.heard(events.Metrics)[0].values["bias"] == pytest.approx(expected)
 
 
 def test_after_the_job_the_script_trains_on_by_itself(job):
@@ -210,17 +179,6 @@ def test_after_the_job_the_script_trains_on_by_itself(job):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_prepare_refuses_in_a_job(job):
-    job()
-    model = mlp()
-    for given, expected in (
-        ((model, None), "the conf needs an updater block"),
-        ((model, sgd(model), [1]), "list.*must be a torch.nn.Module, a torch.optim optimizer"),
-    ):
-        with pytest.raises(ConfigError, match=expected):
-            tt.prepare(*given)
-
-
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
@@ -249,31 +207,23 @@ def notices(here):
     return [event.text for event in here.heard(events.Notice)]
 
 
-def test_a_loader_that_was_not_kept_is_told_once(job):
+NOT_KEPT = "before any batch of the loader that tt.prepare returned"
+
+
+@pytest.mark.parametrize(
+    ("prepared", "trained", "words"),
+    [("own", "own", NOT_KEPT), ("own", "returned", ""), (None, "own", "")],
+    ids=["not kept", "kept", "never given"],
+)
+def test_a_loader_that_was_not_kept_is_told_once(job, prepared, trained, words):
     here, model, own = job(), mlp(), loader()
     optimizer = sgd(model)
-    tt.prepare(model, optimizer, own)
-    train(model, optimizer, own)
+    returned = tt.prepare(model, optimizer, own if prepared else None)[2]
+    train(model, optimizer, own if trained == "own" else returned)
     here.finish()
-    (said,) = notices(here)
-    assert "before any batch of the loader that tt.prepare returned" in said
-    assert said.endswith("model, optimizer, loader = tt.prepare(model, optimizer, loader)")
-
-
-def test_nothing_is_told_of_a_loader_that_was_kept_or_never_given(job):
-    here, model = job(), mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches, 1)
-    here.finish()
-    assert notices(here) == []
-
-
-def test_a_script_without_a_loader_is_told_nothing(job):
-    here, model = job(), mlp()
-    model, optimizer = tt.prepare(model, sgd(model))
-    train(model, optimizer, loader(), 1)
-    here.finish()
-    assert notices(here) == []
+    assert [words in said for said in notices(here)] == ([True] if words else [])
+    if words:
+        assert notices(here)[0].endswith("model, optimizer, loader = tt.prepare(model, optimizer, loader)")
 
 
 def test_another_optimizer_over_a_parameter_of_the_model_is_named(job):
@@ -291,16 +241,6 @@ def test_another_optimizer_over_a_parameter_of_the_model_is_named(job):
         other.step()
     finish_job.close(here.context, finished=False)
     other.step()
-
-
-def test_an_optimizer_of_something_else_is_the_script_s_own_business(job):
-    here, model, aside = job(), mlp(), mlp()
-    other = adam(aside)
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches, 1)
-    train(aside, other, loader(), 1)
-    here.finish()
-    assert here.heard(events.Final)
 
 
 def test_a_job_whose_steps_never_reached_a_server_fails(job):
@@ -324,25 +264,17 @@ def test_a_job_that_trained_another_model_fails(job):
         finish_job.finish(here.context)
 
 
-def test_a_script_that_only_evaluates_is_no_mistake(job):
-    here, model = job(), mlp()
+def test_a_script_that_only_evaluates_or_trains_something_else_is_no_mistake(job):
+    here, model, aside = job(), mlp(), mlp()
+    other = adam(aside)
     model, _optimizer, batches = tt.prepare(model, sgd(model), loader())
     for x, _ in batches:
         model(x)
     with tt.local():
         model(x).sum().backward()
+    train(aside, other, loader(), 1)
     here.finish()
     assert notices(here) == ["the program never called optimizer.step(): nothing was trained"]
-    assert here.heard(events.Final)
-
-
-def test_gradients_that_a_script_sets_itself_train(job):
-    here, model = job(), mlp()
-    model, optimizer = tt.prepare(model, sgd(model))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    here.finish()
     assert here.heard(events.Final)
 
 
@@ -386,21 +318,27 @@ def test_what_a_program_raises_is_told_from_its_own_lines_on(job, tmp_path, monk
     assert capsys.readouterr().err == ""
 
 
+def run_as_program(here, folder, monkeypatch, text):
+    """The exit code of a program of these lines, what was told of it, its file and its log."""
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    program, log = folder / "bad.py", folder / "log"
+    program.write_text(text)
+    with entry_points.ProgramGuard(here.context, log) as guard:
+        entry_points.run_program(str(program), [])
+    (told,) = (event for event in here.told if isinstance(event, events.Failed))
+    return guard.code, told, program, log.read_text()
+
+
 @pytest.mark.parametrize("quarantine", [True, False])
 def test_an_error_of_the_job_is_told_in_its_own_words(job, tmp_path, monkeypatch, quarantine):
     """The report has the line of the program, and the log all lines."""
-    here = job()
-    monkeypatch.setattr(sys, "argv", [])
-    program, log = tmp_path / "sick.py", tmp_path / "log"
     text = f"raise JobError('the gradient of w is not finite', False, {quarantine})"
-    program.write_text(f"from topotrain.core.client.client_context import JobError\n{text}\n")
-    with entry_points.ProgramGuard(here.context, log) as guard:
-        entry_points.run_program(str(program), [])
-    assert guard.code == 1
-    (told,) = (event for event in here.told if isinstance(event, events.Failed))
-    assert (told.text, told.kind) == ("the gradient of w is not finite", "quarantine" if quarantine else "internal")
-    assert told.traceback == f'  File "{program}", line 2, in <module>\n    {text}\n'
-    assert "Traceback" in log.read_text()
+    lines = f"from topotrain.core.client.client_context import JobError\n{text}\n"
+    code, told, program, log = run_as_program(job(), tmp_path, monkeypatch, lines)
+    kind = "quarantine" if quarantine else "internal"
+    assert (code, told.text, told.kind) == (1, "the gradient of w is not finite", kind)
+    assert told.traceback == f'  File "{program}", line 2, in <module>\n    {text}\n' and "Traceback" in log
 
 
 @pytest.mark.parametrize(("version", "nearest"), [((3, 11), " Did you mean: 'prepare'?"), ((3, 12), ""), ((3, 14), "")])
@@ -424,14 +362,8 @@ def test_other_errors_are_told_as_they_are():
 
 
 def test_what_a_job_prints_names_the_nearest_name_once(job, tmp_path, monkeypatch):
-    here, end = job(), "Did you mean: 'prepare'?"
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    program = tmp_path / "bad.py"
-    program.write_text("import topotrain as tt\ntt.prepair\n")
-    with entry_points.ProgramGuard(here.context, tmp_path / "log"):
-        entry_points.run_program(str(program), [])
-    (told,) = (event for event in here.told if isinstance(event, events.Failed))
+    _, told, _, _ = run_as_program(job(), tmp_path, monkeypatch, "import topotrain as tt\ntt.prepair\n")
+    end = "Did you mean: 'prepare'?"
     assert told.traceback.count(end) == told.text.count(end) == 1
 
 
@@ -524,53 +456,36 @@ def test_the_final_file_loads_strictly_where_nothing_is_tied(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors"]
 
 
-def test_a_report_of_something_else_is_refused_at_once(capsys):
-    for wrong in ("good", None, [1.0]):
-        with pytest.raises(ConfigError, match=r"tt.report note"):
-            tt.report(accuracy=1.0, note=wrong)
-    assert capsys.readouterr().out == ""
+def test_tied_weights_are_saved_once_and_load_by_the_files_own_library(tmp_path):
+    def tied():
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        model[1].weight = model[0].weight
+        return model
 
-
-def test_tied_weights_load_by_the_files_own_library(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
+    model, fresh = tied(), tied()
     save_final(describe_model(model), tmp_path / "f.safetensors")
-    fresh = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    fresh[1].weight = fresh[0].weight
-    missing, unexpected = load_model(fresh, tmp_path / "f.safetensors")
-    assert not missing
-    assert not unexpected
+    assert load_model(fresh, tmp_path / "f.safetensors") == (set(), [])
     assert torch.equal(fresh[1].weight, model[1].weight)
-
-
-def test_tied_weights_are_saved_once_and_named(tmp_path):
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    save_final(describe_model(model), tmp_path / "f.safetensors")
     with safe_open(tmp_path / "f.safetensors", "pt") as file:
         assert list(file.keys()) == ["0.weight"]
         assert file.metadata()["tied"] == '{"0.weight": ["1.weight"]}'
 
 
-PLAIN = {
-    "Adagrad": 1.0,
-    "AdamW": 2.0,
-    "Adamax": 2.0,
-    "Adadelta": 2.0,
-    "NAdam": 2.0,
-    "RAdam": 2.0,
-    "SGD": 0.0,
-    "Rprop": 2.0,
+FACTORS = {
+    "Adagrad": 1,
+    "AdamW": 2,
+    "Adamax": 2,
+    "Adadelta": 2,
+    "NAdam": 2,
+    "RAdam": 2,
+    "SGD": 0,
+    "Rprop": 2,
+    "Adam": 2,
 }
 
 
-@pytest.mark.parametrize(
-    ("make", "factor"),
-    [
-        (sgd, 1.0),
-        (adam, 2.0),
-        *((lambda m, name=name: getattr(torch.optim, name)(m.parameters()), factor) for name, factor in PLAIN.items()),
-    ],
-)
-def test_the_plan_knows_what_state_an_optimizer_keeps(make, factor):
-    assert state_factor(make(mlp())) == factor
+def test_the_plan_knows_what_state_an_optimizer_keeps():
+    model = mlp()
+    assert state_factor(sgd(model)) == 1
+    assert {name: state_factor(getattr(torch.optim, name)(model.parameters())) for name in FACTORS} == FACTORS
+    assert state_factor(torch.optim.Muon([nn.Parameter(torch.zeros(3, 4))], lr=0.1)) == 1, "it takes only matrices"

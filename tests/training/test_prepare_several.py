@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import topotrain as tt
-from topotrain.config.job import Cluster, ConfigError, LRGen, Pull, Shard, Updater
+from topotrain.config.job import Cluster, ConfigError, LRGen, Shard, Updater
 from topotrain.extensions.resume.lr_schedulers import OptimizerRates
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.parallel.api.dry_run import PreparedArguments
@@ -58,44 +58,52 @@ def same(found, expected):
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("pull", Pull)
-def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path, pull):
-    here = job(pull=pull)
-    body, head, one, two, batches = tt.prepare(*pair(), loader())
-    play(body, head, one, two, batches)
-    here.finish()
-    assert same(values(body, head), plain()) and same(load_file(tmp_path / "final.safetensors"), plain())
+def at_once(body, head, one, two, scaler):
+    body, head, one, two, batches, *_ = tt.prepare(body, head, one, two, loader(), *([scaler] if scaler else []))
+    return body, head, one, two, batches
 
 
-def test_a_scaler_of_several_optimizers_does_as_in_torch(job):
-    here = job()
-    body, head, one, two, batches, scaler = tt.prepare(*pair(), loader(), torch.amp.GradScaler("cpu", 64.0))
+def one_after_another(body, head, one, two, scaler):
+    tt.prepare(body, one)
+    head, two, batches = tt.prepare(head, two, loader())
+    return body, head, one, two, batches
+
+
+def loader_first(body, head, one, two, scaler):
+    """The loader belongs to the first call that has one."""
+    _, _, batches = tt.prepare(body, one, loader())
+    assert tt.prepare(two, head) == (two, head)
+    return body, head, one, two, batches
+
+
+def in_any_expression(body, head, one, two, scaler):
+    """No source is read: between the calls there are other statements, and the calls are in a loop of `exec`."""
+    found = {"tt": tt, "body": body, "one": one, "loader": loader()}
+    exec("for each in [0]:\n    body, one, batches = tt.prepare(body, one, loader)", found)
+    head, two = tt.prepare(head, two, torch.amp.GradScaler("cpu"))[:2]
+    return body, head, one, two, found["batches"]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "scale", "pull"),
+    [
+        (at_once, 0, "kStep"),
+        (at_once, 0, "kLazy"),
+        (at_once, 64.0, "kStep"),
+        (one_after_another, 0, "kStep"),
+        (loader_first, 0, "kStep"),
+        (in_any_expression, 0, "kLazy"),
+    ],
+)
+def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path, prepare, scale, pull):
+    here, scaler = job(pull=pull), torch.amp.GradScaler("cpu", scale) if scale else None
+    body, head, one, two, batches = prepare(*pair(), scaler)
+    assert len(batches) == 5 and batches.batch_size == 8 and here.context.worker is None
     play(body, head, one, two, batches, scaler)
     here.finish()
-    assert same(values(body, head), plain(torch.amp.GradScaler("cpu", 64.0)))
-
-
-def test_calls_that_follow_one_another_are_one_job(job):
-    here = job()
-    body, head, one, two = pair()
-    tt.prepare(body, one)
-    with_loader = tt.prepare(head, two, loader())
-    batches = with_loader[2]
-    play(body, head, one, two, batches)
-    here.finish()
-    assert same(values(body, head), plain())
-
-
-def test_the_loader_belongs_to_the_first_call_that_has_one(job):
-    here = job()
-    body, head, one, two = pair()
-    _, _, batches = tt.prepare(body, one, loader())
-    found = tt.prepare(two, head)
-    assert found == (two, head)
-    assert len(batches) == 5 and batches.batch_size == 8
-    play(body, head, one, two, batches)
-    here.finish()
-    assert same(values(body, head), plain())
+    expected = plain(torch.amp.GradScaler("cpu", scale) if scale else None)
+    assert same(values(body, head), expected)
+    assert same(load_file(tmp_path / "final.safetensors"), expected) or prepare is not at_once
 
 
 def test_a_second_optimizer_over_other_parameters_of_the_same_model(job):
@@ -112,21 +120,6 @@ def test_a_second_optimizer_over_other_parameters_of_the_same_model(job):
     first.step()
     here.finish()
     assert here.context.worker.tally.steps == 2
-
-
-def test_calls_may_stand_in_any_expression_until_the_first_use(job):
-    """No source is read: between the calls there are other statements, and the calls are in a loop of `exec`."""
-    here = job()
-    body, head, one, two = pair()
-    found = {"tt": tt, "body": body, "one": one, "loader": loader()}
-    exec("for each in [0]:\n    body, one, batches = tt.prepare(body, one, loader)", found)
-    batches = found["batches"]
-    del found
-    assert len(batches) == 5 and batches.batch_size == 8 and here.context.worker is None
-    head, two = tt.prepare(head, two, torch.amp.GradScaler("cpu"))[:2]
-    play(body, head, one, two, batches)
-    here.finish()
-    assert same(values(body, head), plain())
 
 
 def test_what_the_parameters_are_at_the_first_use_are_the_initial_values(job):

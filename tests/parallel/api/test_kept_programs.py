@@ -1,4 +1,4 @@
-"""What is kept of a split model's programs, and what is planned for its optimizer."""
+"""What is kept of a split model's programs."""
 
 import gc
 import weakref
@@ -11,7 +11,6 @@ from torch import nn
 
 from topotrain.config.job import Job
 from topotrain.parallel.api import split_forward
-from topotrain.parallel.api.dry_run import state_factor
 
 
 class Program:
@@ -44,9 +43,3 @@ def test_the_programs_of_the_last_lengths_are_kept(monkeypatch: pytest.MonkeyPat
     gc.collect()
     assert len(made) == 116 and sum(each() is not None for each in made) == 16
     assert made[0]() is not None  # the one that was used all the time
-
-
-@pytest.mark.parametrize(("kind", "factor"), [("Muon", 1.0), ("Adam", 2.0), ("SGD", 0.0)])
-def test_any_optimizer_is_planned_for(kind: str, factor: float) -> None:
-    """Muon takes nothing but matrices."""
-    assert state_factor(getattr(torch.optim, kind)([nn.Parameter(torch.zeros(3, 4))], lr=0.1)) == factor
