@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import typer.main
@@ -156,46 +157,37 @@ def test_a_comparison_has_any_number_of_job_files(argv: str, files: list[str], o
     assert (found["files"], found["out"]) == (files, Path(out))
 
 
-@pytest.mark.parametrize(
-    ("argv", "names", "command"),
-    [
-        ("run down.conf train.py --set seed=7", "--set", "run"),
-        ("run down.conf train.py --lr 1 --report=r.json --json", "--report, --json", "run"),
-        ("plan down.conf train.py --plot a.png", "--plot", "plan"),
-        ("compare down.conf train.py --out d", "--out", "compare"),
-        ("launch srun down.conf train.py --dry-run", "--dry-run", "launch srun"),
-        ("chaos down.conf train.py --seed 7 -- --quiet", "--seed", "chaos"),
-    ],
-)
-def test_options_of_ours_behind_the_script_are_named(
-    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str, names: str, command: str
+def test_options_of_ours_behind_the_script_are_named_and_what_the_script_wants_is_left_alone(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one line, whatever files of the user say. None of them is read."""
     (here / "train.py").write_text("parser.add_argument('--set --report --json --plot --out --dry-run --seed')")
-    monkeypatch.setattr("topotrain.tools.cli.command_line.ProgramCommand.invoke", lambda self, context: None)
-    code, _, err = ask(*argv.split())
-    given = "are given" if "," in names else "is given"
-    assert code == 0 and err == (
-        f"topotrain: {names} behind train.py {given} to it: options of `topotrain {command}` come before train.py, "
-        "and a -- behind it says that this is meant\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
+    for name in ("topotrain.tools.cli.command_line.ProgramCommand", "typer.core.TyperCommand"):
+        monkeypatch.setattr(f"{name}.invoke", lambda self, context: None)
+    for argv, names, command in (
+        ("run down.conf train.py --set seed=7", "--set is", "run"),
+        ("run down.conf train.py --lr 1 --report=r.json --json", "--report, --json are", "run"),
+        ("plan down.conf train.py --plot a.png", "--plot is", "plan"),
+        ("compare down.conf train.py --out d", "--out is", "compare"),
+        ("launch srun down.conf train.py --dry-run", "--dry-run is", "launch srun"),
+        ("chaos down.conf train.py --seed 7 -- --quiet", "--seed is", "chaos"),
+    ):
+        given, place = names.rpartition(" ")[::2]
+        assert ask(*argv.split()) == (
+            0,
+            "",
+            f"topotrain: {given} behind train.py {place} given to it: options of `topotrain {command}` come before "
+            "train.py, and a -- behind it says that this is meant\n",
+        )
+    for argv in (
         "run --set seed=7 down.conf train.py --epochs 2 --settings a --help",
         "run down.conf train.py -- --set seed=7",
         "run down.conf train.py --plot x",
         "run down.conf train.py --forkserver x",
         "run down.conf -- train.py --set seed=7",
         "jobs list tcp://h:1",
-    ],
-)
-def test_what_the_script_wants_is_left_alone(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, argv: str) -> None:
-    for name in ("topotrain.tools.cli.command_line.ProgramCommand", "typer.core.TyperCommand"):
-        monkeypatch.setattr(f"{name}.invoke", lambda self, context: None)
-    assert ask(*argv.split()) == (0, "", "")
+    ):
+        assert ask(*argv.split()) == (0, "", "")
 
 
 def test_the_help_has_panels_and_whole_sentences(ask: Ask) -> None:
@@ -265,43 +257,33 @@ def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
+def test_a_shell_is_offered_commands_and_job_files(
+    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
+    assert f"_TOPOTRAIN_COMPLETE=complete_{shell}" in ask("--show-completion")[1]
+    (here / "deep" / "er").mkdir(parents=True)
+    (here / "deep" / "er" / "a.yaml").touch()
+    (here / "deep" / "er" / "notes.txt").touch()
+    DecisionFile(Job(), True, {}).save(here / "day.of.june")
+    monkeypatch.setenv("_TOPOTRAIN_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    for line, offered in (
         ("topotrain comp", {"compare"}),
         ("topotrain run d", {"down.conf", "deep/"}),
         ("topotrain launch srun dee", {"deep/er/a.yaml"}),
         ("topotrain unit deep/er/", {"deep/er/a.yaml"}),
         ("topotrain compare down.conf t", {"train.py"}),
         ("topotrain replay d", {"day.of.june", "deep/"}),
-    ],
-)
-def test_a_shell_is_offered_commands_and_job_files(
-    ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str, line: str, offered: set[str]
-) -> None:
-    (here / "deep" / "er").mkdir(parents=True)
-    (here / "deep" / "er" / "a.yaml").touch()
-    (here / "deep" / "er" / "notes.txt").touch()
-    DecisionFile(Job(), True, {}).save(here / "day.of.june")
-    monkeypatch.setenv("_TOPOTRAIN_COMPLETE", f"complete_{shell}")
-    monkeypatch.setenv("COMP_WORDS", line)
-    monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
-    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    out = ask()[1]
-    # zsh gets the words in quotation marks; in zsh and fish a command comes with its help.
-    words = (
-        re.findall(r'^(?:.*\(\()?"(.+?)"', out, re.M) if shell == "zsh" else [x.split("\t")[0] for x in out.split("\n")]
-    )
-    assert {word for word in words if word} == offered
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_for_a_shell_is_printed(ask: Ask, monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
-    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
-    code, out, _ = ask("--show-completion")
-    assert code == 0
-    assert f"_TOPOTRAIN_COMPLETE=complete_{shell}" in out
+    ):
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(line.count(" ")))
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
+        out = ask()[1]
+        # zsh gets the words in quotation marks; in zsh and fish a command comes with its help.
+        quoted = re.findall(r'^(?:.*\(\()?"(.+?)"', out, re.M)
+        words = quoted if shell == "zsh" else [each.split("\t")[0] for each in out.split("\n")]
+        assert {word for word in words if word} == offered
 
 
 def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -523,18 +505,13 @@ def test_a_module_in_place_of_a_script(ask: Ask, here: Path, launcher: Launcher,
     assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("-m trees.train", ("--lr", "2"))
 
 
-def test_run_takes_program_and_arguments_from_the_file(ask: Ask, here: Path, launcher: Launcher) -> None:
-    (here / "down.conf").write_text('program: "train.py" args: "--lr" args: "2"' + DOWNPOUR)
-    assert ask("run", "down.conf")[0] == 0
-    assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("train.py", ("--lr", "2"))
-
-
-def test_run_warns_of_what_plays_no_part(ask: Ask, here: Path, launcher: Launcher) -> None:
-    (here / "down.conf").write_text("neuralnet { }" + DOWNPOUR)
-    code, _, err = ask("run", "down.conf", "train.py")
-    assert code == 0
-    assert err.count("topotrain: warning: ") == 1
-    assert "neuralnet" in err
+def test_run_takes_program_and_arguments_from_the_file_and_warns_of_what_plays_no_part(
+    ask: Ask, here: Path, launcher: Launcher
+) -> None:
+    (here / "down.conf").write_text('program: "train.py" args: "--lr" args: "2" neuralnet { }' + DOWNPOUR)
+    code, _, err = ask("run", "down.conf")
+    assert (code, launcher.jobs[0].program, launcher.jobs[0].args) == (0, "train.py", ("--lr", "2"))
+    assert err.count("topotrain: warning: ") == 1 and "neuralnet" in err
 
 
 def test_the_result_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
@@ -548,13 +525,9 @@ def test_the_result_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
 
 def test_a_full_disk_costs_the_report_and_not_the_result(ask: Ask, here: Path, launcher: Launcher) -> None:
     code, out, err = ask("run", "down.conf", "--json", "--report", "/dev/full", "train.py")
-    assert code == 0
-    assert json.loads(out)["samples"] == 64
+    assert (code, json.loads(out)["samples"]) == (0, 64)
     assert "topotrain: error: /dev/full: cannot be written (No space left on device)\n" in err
     assert "accuracy 96.0%" in err
-
-
-def test_quiet(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert ask("run", "down.conf", "--quiet", "train.py") == (0, "epoch 1\n", "")
 
 
@@ -577,26 +550,16 @@ def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launch
     assert json.loads((here / "r.json").read_text())["cause"]["who"] == "worker 1/0"
 
 
-@pytest.mark.parametrize(("code", "said"), [(130, "SIGINT"), (143, "SIGTERM"), (1, "logs"), (2, "logs")])
 def test_the_code_of_the_job_is_the_code_of_the_command(
-    ask: Ask, here: Path, launcher: Launcher, code: int, said: str
+    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launcher.ending = JobOutcome(code, 1.0)
-    found, _, err = ask("run", "down.conf", "train.py")
-    assert found == code
-    assert said in err
-
-
-@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ConfigError("workspace", "/x", "no"), 2)])
-def test_what_the_launcher_raises(
-    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
-) -> None:
-    def events() -> Iterator[Event]:
-        raise error
-        yield
-
-    monkeypatch.setattr(launcher, "events", events)
-    assert ask("run", "down.conf", "train.py")[0] == code
+    for code, said in ((130, "SIGINT"), (143, "SIGTERM"), (1, "logs"), (2, "logs")):
+        launcher.ending = JobOutcome(code, 1.0)
+        found, _, err = ask("run", "down.conf", "train.py")
+        assert found == code and said in err
+    for error, code in ((KeyboardInterrupt(), 130), (ConfigError("workspace", "/x", "no"), 2)):
+        monkeypatch.setattr(launcher, "events", Mock(side_effect=error))
+        assert ask("run", "down.conf", "train.py")[0] == code
 
 
 # ---- compare ---------------------------------------------------------------------------------------------------------
@@ -647,25 +610,18 @@ def test_commands_in_the_reference_parse() -> None:
             commands()[words[0]].make_context(words[0], words[1:])
 
 
-@pytest.mark.parametrize(
-    ("options", "step"), [([], 0), (["--profile"], 10), (["--profile-step", "25"], 25), (["--profile-step=1"], 1)]
-)
-def test_the_launcher_is_told_which_step_to_profile(
-    ask: Ask, here: Path, launcher: Launcher, options: list[str], step: int
-) -> None:
-    code, _, err = ask("run", *options, "down.conf", "train.py", "--profile")  # the last one is the program's
-    assert (code, launcher.profiles) == (0, [step])
-    assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
+def test_the_launcher_is_told_which_step_to_profile(ask: Ask, here: Path, launcher: Launcher) -> None:
+    for options, step in (("", 0), ("--profile", 10), ("--profile-step 25", 25), ("--profile-step=1", 1)):
+        launcher.profiles.clear()
+        code, _, err = ask("run", *options.split(), "down.conf", "train.py", "--profile")  # the last is the program's
+        assert (code, launcher.profiles) == (0, [step])
+        assert ("no step was finished, so there is no trace" in err) is (step > 0)  # for this launcher starts nothing
+    assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
 
 
 def test_a_job_of_a_store_is_no_folder(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOTRAIN_RENDEZVOUS", "tcp://127.0.0.1:1")
     assert "a job of the store is --job night7\n" in ask("jobs", "stop", "night7")[2]
-
-
-def test_steps_are_counted_from_one(ask: Ask, here: Path, launcher: Launcher) -> None:
-    assert ask("run", "--profile-step", "0", "down.conf", "train.py")[0] == 2
-    assert launcher.jobs == []
 
 
 def test_the_reference_names_every_option_and_no_other() -> None:
@@ -713,11 +669,12 @@ def test_a_folder_that_can_be_written_is_left_as_it_was(ask: Ask, here: Path, la
     assert code == 2 and "--metrics" in err and not (here / "a").exists()
 
 
-@pytest.mark.parametrize("port", ["abc", "-1", "65536", "1.5", "٣"])
-@pytest.mark.parametrize("words", [["run", "--watch={}", "down.conf", "train.py"], ["watch", ".", "--port={}"]])
-def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path, words: list[str], port: str) -> None:
-    code, _, err = ask(*[word.format(port) for word in words])
-    assert code == 2 and f"{port!r} is no port: it must be a number from 0 to 65535" in " ".join(err.split())
+def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path) -> None:
+    for port in ("abc", "-1", "65536", "1.5", "٣"):
+        for words in (["run", f"--watch={port}", "down.conf", "train.py"], ["watch", ".", f"--port={port}"]):
+            code, _, err = ask(*words)
+            assert code == 2
+            assert f"{port!r} is no port: it must be a number from 0 to 65535" in " ".join(err.split())
 
 
 def test_a_unit_logs_the_events_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
