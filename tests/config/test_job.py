@@ -270,6 +270,9 @@ OTHER = [
     'partition={match:"fc",partition_dim:-1}',
     "placement=kAuto",
     "microbatches=2",
+    "nonfinite=kFail",
+    "correction=kNone nworker_groups=2",
+    "nworker_groups=2",
 ]
 
 

@@ -92,7 +92,6 @@ GOOD = json.loads(to_json(EXAMPLES[2]))
         ("", "no event"),
         ("[1]", "no event"),
         ("[" * 100_000, "no event"),
-        ('{"event":["x"]}', "no event"),
         ('{"event":"Missile"}', "no event"),
         (json.dumps({**GOOD, "more": 1}), "more"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "step"}), "must have"),

@@ -32,6 +32,7 @@ def downpour(
             gradient = worker.numbers(scale=scale)
             pushed.setdefault((worker.me.group, step), []).append(gradient)
             worker.sleep(0.0, cluster.random.choice(pauses))
+            assert same(moment, worker.values()), f"seed {cluster.sim.seed}: parameters changed outside of a step"
             if worker.visible:
                 mean = worker.backward(gradient)
                 group = pushed[(worker.me.group, step)]

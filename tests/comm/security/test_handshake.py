@@ -15,7 +15,7 @@ from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Transpo
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
-from topotrain.comm.transport import Refused, TransportError, listener, socket_transport
+from topotrain.comm.transport import Refused, TransportError, socket_transport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
 
@@ -247,27 +247,7 @@ def test_probes_of_other_protocols_get_no_answer_and_disturb_no_peer(pair, raw):
     refusals(pair.server_wire, "STRANGER", 1)
 
 
-def test_silent_strangers_are_few_and_do_not_block_the_door(monkeypatch):
-    monkeypatch.setattr(listener, "MAX_UNPROVEN", 3)
-    transports = TransportGroup("tcp")
-    pair = Pair(transports)
-    silent = [knock(pair.url) for _ in range(3)]
-    deadline = time.monotonic() + WAIT
-    while pair.server_wire._listener.unproven < 3:
-        assert time.monotonic() < deadline
-    patient, other = transports.wire(patience=0), Address(Role.WORKER, 8, 1)
-    patient.attach(other, Recorder())
-    patient.connect(other, SERVER, pair.url)  # it pushes one of them out
-    refusals(pair.server_wire, "FULL", 1)
-    patient.send(other, SERVER, Fetch(round=4))
-    assert pair.server.next() == Fetch(round=4)
-    for sock in silent:
-        sock.close()
-    transports.close()
-
-
-@pytest.mark.parametrize("proven", [False, True])
-@pytest.mark.parametrize("kind", ["tcp", "shm"])
+@pytest.mark.parametrize(("kind", "proven"), [("tcp", False), ("shm", True)])
 def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind, proven):
     """Also when all but the welcome was said in time: the attempt given up must not end the one that counts."""
     attempts, through = [], threading.Event()

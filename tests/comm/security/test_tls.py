@@ -24,7 +24,7 @@ from topotrain.comm import router
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
-from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, answer, dial
+from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, dial
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
@@ -315,34 +315,6 @@ def test_older_versions_are_refused(old):
 # --- the proof is bound to the certificate -----------------------------------------------------------------------
 
 
-def meet(dialer_sees, answerer_shows, believe=False, monkeypatch=None):
-    """What both sides of our handshake say when they have seen these certificates."""
-    a, b = socket.socketpair()
-    if believe:  # a dialer that looks at no proof
-        proven, me = handshake._Turns.proven, threading.current_thread()
-        monkeypatch.setattr(
-            handshake._Turns, "proven", lambda t, key: threading.current_thread() is me or proven(t, key)
-        )
-    heard = over(lambda: answer(b, identity(), {SERVER}, WAIT, answerer_shows))
-    with closing(a), closing(b):
-        try:
-            said = dial(a, identity(), WORKER, SERVER, 1.0 if not believe else WAIT, binding=dialer_sees)
-        except TransportError as error:
-            said = error
-        a.close()
-        return said, heard()
-
-
-def test_another_certificate_is_another_proof_on_both_sides(monkeypatch):
-    for seen, shown in ((b"a" * 32, b"b" * 32), (b"", b"b" * 32), (b"a" * 32, b"")):
-        said, heard = meet(seen, shown)
-        assert isinstance(said, Refused) and said.code == "AUTH"
-        assert isinstance(heard, NotOurProtocol)
-    said, heard = meet(b"a" * 32, b"b" * 32, believe=True, monkeypatch=monkeypatch)
-    assert said.code == heard.code == "AUTH"
-    assert "could not prove that it belongs to this job" in heard.text
-
-
 @pytest.fixture
 def transports():
     transports = TransportGroup("tls")
@@ -465,17 +437,6 @@ def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
     assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
     assert made and all(wire._url.startswith("tls://") for wire in made if wire._url)
     assert any(wire._url for wire in made)
-
-
-@pytest.mark.parametrize("raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x00\x05\x01\0\0\x01\0"])
-def test_probes_get_no_answer_and_disturb_no_peer(transports, raw):
-    pair = Pair(transports)
-    with closing(socket.create_connection(("127.0.0.1", port_of(pair.url)), timeout=WAIT)) as sock:
-        sock.sendall(raw)
-        with suppress(ConnectionResetError):
-            assert sock.recv(100) == b""
-    pair.to_server(Fetch(round=1))
-    assert pair.server.next() == Fetch(round=1)
 
 
 @given(st.binary(max_size=300))

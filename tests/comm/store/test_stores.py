@@ -56,7 +56,7 @@ def redis_urls(tmp_path_factory):
         server.__exit__(None, None, None)
 
 
-@pytest.fixture(params=["file", "tcp", "redis", "rediss"])
+@pytest.fixture(params=["file", "tcp", "redis"])
 def url(request, tmp_path, redis_urls, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRET.hex())
     if request.param == "file":
@@ -107,6 +107,10 @@ def store(opened):
     return opened()
 
 
+KINDS = pytest.mark.parametrize("url", ["file", "tcp", "redis", "rediss"], indirect=True)
+
+
+@KINDS
 def test_values_are_kept_whole(store, opened):
     assert store.get("a") is None
     for value in (b"", b"\0\xff" * 1000, b"short"):
@@ -123,10 +127,8 @@ def test_compare_and_set(store):
     assert not store.compare_and_set("k", None, b"2")
     assert store.compare_and_set("k", b"1", b"2")
     assert store.get("k") == b"2"
-
-
-def test_an_empty_value_is_not_none(store):
-    assert not store.compare_and_set("k", b"", b"1")
+    store.delete("k")
+    assert not store.compare_and_set("k", b"", b"1")  # an empty value is not none
     assert store.compare_and_set("k", None, b"")
     assert not store.compare_and_set("k", None, b"1")
     assert store.watch("k", 0) == b""
@@ -188,6 +190,7 @@ def test_watch_sees_what_comes_and_what_changes(store, opened, monkeypatch):
         thread.join()
 
 
+@KINDS
 def test_many_watch_one_key_and_all_wake(opened, monkeypatch):
     monkeypatch.setattr(redis_module, "LOOK", 1000.0)
     store, other = opened(), opened()
@@ -299,8 +302,8 @@ def test_delete_and_keys(store):
             store.keys(prefix)
 
 
-def test_a_thousand_keys(store):
-    names = [f"host/{number:04}" for number in range(1000)]
+def test_many_keys(store):
+    names = [f"host/{number:04}" for number in range(300)]
     for name in names:
         store.set(name, b"x")
     assert store.keys("host/") == names

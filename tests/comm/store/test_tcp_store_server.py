@@ -29,7 +29,6 @@ from topotrain.comm.store.tcp_store_protocol import _FIELDS, Op, StoreRequest, r
 from topotrain.comm.store.tcp_store_server import TcpServer
 from topotrain.comm.transport import Refused, tcp_socket
 from topotrain.comm.transport.frame import BODY, CONTROL, Header
-from topotrain.comm.transport.listener import MAX_UNPROVEN
 
 SECRET, OTHER = bytes(range(32)), bytes(32)
 
@@ -79,20 +78,6 @@ def hung_up_on(sock):
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n" * 100, b"\0" * 600, b"ttHS\x01\xff\xff", os.urandom(2000)])
-def test_garbage_is_hung_up_on(port, store, words):
-    stranger = connect(port, proven=False)
-    stranger.sendall(words)
-    assert hung_up_on(stranger)
-    store.set("k", b"1")
-
-
-def test_silence_is_hung_up_on_and_does_not_keep_others_out(port, store):
-    silent = [connect(port, proven=False) for _ in range(MAX_UNPROVEN + 5)]
-    store.set("k", b"1")  # it pushes one of them out
-    assert all(hung_up_on(sock) for sock in silent)
-
-
 def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
     with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than this process"):
         TcpStore("127.0.0.1", port, OTHER, patience=1000).get("k")
@@ -128,19 +113,14 @@ MIB = 1 << 20
     "words",
     [
         b"xx" + head()[2:],
-        head()[:-2] + b"xx" + head(),
         head(op=99),
         head(flags=2),
-        head(key=b"k" * 201),
         head(known=MIB + 1, size=MIB + 1, payload=bytes(MIB + 1)),
-        head(known=5),
         head(size=MIB + 1, payload=bytes(MIB + 1)),
         head(size=(1 << 32) - 1),
-        head(life=1 << 60),
         head(wait=float("nan")),
         head(wait=1e300),
         head(number=2),
-        head(flags=0, meta=5),
         head() + head(),
         Header(CONTROL, 1, 0, 0, 0, 1).pack(),
     ],

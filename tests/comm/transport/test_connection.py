@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from seeds import examples
 from transport_pairs import SERVER, WORKER, Recorder, place_new, place_view
 
-from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame import (
     BODY,
@@ -123,21 +122,6 @@ def test_every_changed_byte_of_a_header_is_noticed(position, flip):
     raw[position] ^= flip
     with pytest.raises(ProtocolError):
         Header.unpack(bytes(raw))
-
-
-@given(
-    st.builds(
-        Header,
-        st.just(BODY),
-        st.integers(0, 65535),
-        st.integers(0, MAX_META),
-        st.integers(0, MAX_BODY),
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 2**64 - 1),
-    )
-)
-def test_a_header_survives_its_bytes(header):
-    assert Header.unpack(header.pack()) == header
 
 
 STREAM = frame(Fetch(7), 1) + frame(VALUES, 2, BODY, 40) + PAYLOAD + frame(Fail("x" * 9000), 3) + frame(Drained(), 4)
@@ -335,17 +319,6 @@ def test_a_reference_may_show_more_than_a_payload_can_hold(viewed):
 
 
 # --- sending -----------------------------------------------------------------------------------------------------
-
-
-def test_sending_does_not_wait_for_a_peer_that_does_not_read():
-    body = torch.zeros(1 << 20)
-    with server() as (_, resident, connection):
-        for i in range(40):  # 160 MB: no socket takes that
-            connection.send(Values(i, 1 << 20, 0, body=body))
-        connection.cut("enough")
-        assert resident.end() == "enough"
-        with pytest.raises(TransportError, match="enough"):
-            connection.send(Fetch(1))
 
 
 def test_a_body_is_not_copied_before_the_kernel_takes_it():

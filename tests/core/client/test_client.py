@@ -8,16 +8,9 @@ from single_client import ME, SERVERS, ClientHarness, applied, end
 
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError, PeerLost
-from topotrain.core.protocol import NO_REVISION
 from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
-from topotrain.training.data.data_messages import Lease, LeaseRelease, LeaseRequest
-
-
-def test_every_server_of_the_group_is_told_the_model():
-    harness = ClientHarness()
-    assert {to for to, _ in harness.schema_parts} == set(SERVERS)
-    assert harness.exchange.channel.servers == SERVERS and harness.exchange.channel.first_server == SERVERS[0]
+from topotrain.training.data.data_messages import LeaseRelease
 
 
 def test_fetch_waits_for_all_buckets_of_all_servers():
@@ -41,17 +34,6 @@ def test_values_of_another_round_change_nothing():
     harness.answer_next(1, *harness.values(1, -2))
     harness.exchange.values.fetch()
     assert not harness.flats.view("params", bucket).eq(77.0).any()
-
-
-def test_pushes_go_to_the_buckets_home():
-    harness = ClientHarness()
-    for bucket in harness.map.buckets:
-        harness.exchange.gradients.push(3, 1, bucket, 2.5, 1, torch.ones(4))
-    pushes = harness.take(m.Push)
-    assert [to.index for to, _ in pushes] == [b.shard for b in harness.map.buckets] and len(
-        {to for to, _ in pushes}
-    ) == 2
-    assert {(p.step, p.ordinal, p.weight) for _, p in pushes} == {(3, 1, 2.5)}
 
 
 def test_each_server_is_told_of_its_own_buckets():
@@ -120,15 +102,6 @@ def test_each_server_gets_its_part_of_the_bitmaps():
             assert tuple(commit.revisions) == tuple(b.id for b in harness.map.buckets_of(server.index))
 
 
-def test_without_revisions_there_are_none():
-    harness = ClientHarness()
-    for number in (0, 1):
-        harness.answer_next(number, applied(0))
-    harness.exchange.steps.commit(0, end(fetch=False))
-    for _, commit in harness.take(m.Commit):
-        assert set(commit.revisions) <= {NO_REVISION}
-
-
 def test_a_refusal_ends_every_wait_with_the_servers_message():
     harness = ClientHarness()
     harness.answer_next(0, m.Fail("the models differ", True))
@@ -151,14 +124,6 @@ def test_a_lost_server_ends_every_wait_but_not_after_goodbye():
     for number in (0, 1):
         harness.answer_next(number, *harness.values(number, -2))
     harness.exchange.values.fetch()
-
-
-def test_the_first_reason_is_the_one_that_is_told():
-    harness = ClientHarness()
-    harness.exchange.handle(SERVERS[0], m.Fail("cause"))
-    harness.exchange.lost(SERVERS[0], "consequence")
-    with pytest.raises(JobError, match="cause"):
-        harness.exchange.values.fetch()
 
 
 def test_buckets_of_others_are_refused():
@@ -209,13 +174,6 @@ def test_buffers_go_to_server_0_0_as_bytes():
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]
     assert torch.equal(sent[0][1].body.view(torch.float32), torch.tensor([1.0, 2.0]))
-
-
-def test_a_lease_is_the_answer_to_its_own_question():
-    harness = ClientHarness()
-    harness.answer_next(0, Lease(0, 4, 0, 0, 1), Lease(1, 5, 7, 3, 6))
-    assert harness.exchange.extension(DataClient).lease(1, 5, 9, 0, 2, False) == (7, 3, 6)
-    assert harness.take() == [(SERVERS[0], LeaseRequest(1, 5, 9, 0, 2, False))]
 
 
 def test_a_monitor_wakes_a_waiting_worker():

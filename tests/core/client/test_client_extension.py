@@ -5,16 +5,12 @@ import torch
 from reports import FunctionSender
 from single_client import ME, SERVERS, ClientHarness, applied, end
 
-from topotrain.config.job import Cluster, Compression
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client, PeerLost
-from topotrain.core.client.client_extension import ClientExtension, overrides
+from topotrain.core.client.client_extension import ClientExtension
 from topotrain.core.model.body_codec import BodyCodec
-from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
-from topotrain.extensions.compression.compression_client import CompressionClient
 from topotrain.extensions.tables.table_messages import TableIds
-from topotrain.launch.runtime.worker_composition import client_extensions
 from topotrain.parallel.runtime.activation_messages import Activation, ActivationHello
 from topotrain.training.data.data_messages import Lease
 
@@ -91,14 +87,6 @@ def test_a_message_belongs_to_one_extension():
         harness.exchange.extension(Greedy)
 
 
-def test_the_methods_that_an_extension_does_not_have_are_not_called():
-    class Silent(ClientExtension):
-        pass
-
-    assert not any(overrides(Silent(), name) for name in ("before_commit", "after_commit", "on_lost"))
-    assert all(overrides(Recorder(), name) for name in ("before_commit", "after_commit", "on_lost"))
-
-
 def test_a_client_without_extensions_trains():
     """It starts, commits a step and receives its values; what only an extension handles is dropped."""
     harness = ClientHarness()
@@ -125,17 +113,3 @@ def test_without_a_codec_an_encoded_body_is_refused():
     for refused in (lambda: codec.landing(coded, bucket), lambda: codec.values(bucket, coded.body)):
         with pytest.raises(m.ProtocolError, match="came encoded"):
             refused()
-
-
-@pytest.mark.parametrize(
-    ("fields", "kind", "there"),
-    [
-        ({}, BackupWorkersClient, False),
-        ({"backup": 1}, BackupWorkersClient, True),
-        ({}, CompressionClient, False),
-        ({"compression": Compression.kInt8}, CompressionClient, True),
-    ],
-)
-def test_a_client_has_the_extensions_of_its_job(fields, kind, there):
-    topology = layout(Cluster(nworkers_per_group=2, **fields))
-    assert any(isinstance(extension, kind) for extension in client_extensions(topology)) == there

@@ -69,26 +69,12 @@ class NoTail(Wrong):
         value[whole:] = start[whole:]
 
 
-class Uphill(Wrong):
-    """It goes the other way."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        value.copy_(2 * start - value)
-
-
 class LastOfLarge(Wrong):
     """It forgets the last element of a large tensor."""
 
     def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
         if len(value) > 4096:
             value[-1] = start[-1]
-
-
-class NotANumber(Wrong):
-    """One element becomes NaN."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        value[0] = float("nan")
 
 
 class NoDecay(SGD):
@@ -103,7 +89,7 @@ class NoDecay(SGD):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, Uphill, LastOfLarge, NotANumber])
+@pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, LastOfLarge])
 def test_a_wrong_kernel_is_seen(cls: type[Wrong], dtype: torch.dtype) -> None:
     assert verdict(cls, group(cls), dtype, "cpu") is KernelVerdict.WRONG
     assert kernel_choice.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}

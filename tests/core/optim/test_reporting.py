@@ -14,7 +14,6 @@ from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.optim import adapter
 from topotrain.core.optim.adapter import HyperEncoder, UnsupportedOptimizer, hyper
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
-from topotrain.training.worker_stats import WorkerStats
 
 # --- hyper-parameters --------------------------------------------------------------------------------------------
 
@@ -156,12 +155,3 @@ def test_an_exchange_after_many_quiet_steps_is_found():
 
 
 # --- the loss ----------------------------------------------------------------------------------------------------
-
-
-def test_losses_of_a_device_are_read_only_when_they_are_told():
-    tally = WorkerStats()
-    for loss in (1.0, 2.0, 6.0):
-        tally.loss_sum += torch.tensor(loss, dtype=torch.float64)
-        tally.losses += 1
-    assert tally.take_loss() == 3.0
-    assert tally.take_loss() is None

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from topotrain.core.profiling.spans import (
-    PHASES,
     SILENT,
     Clock,
     ProcessSpans,
@@ -69,14 +68,6 @@ def test_the_wanted_step_is_kept_or_the_last_one(wanted, steps, kept):
     assert [span.numbers["step"] for span in recorder.kept()] == [kept, kept]
 
 
-def test_setting_up_is_no_step():
-    recorder = worker()
-    with recorder.span("pull"):
-        pass
-    recorder.step_done(0)
-    assert recorder.kept() == []
-
-
 def test_a_span_that_ends_after_its_step_still_belongs_to_it():
     recorder = worker(3)
     late = recorder.span("pull")
@@ -121,12 +112,6 @@ def test_silence_keeps_nothing_and_costs_one_object():
         SILENT.since("forward")
         SILENT.step_done(1)
     assert SILENT.span("push", bucket=1) is SILENT.span("pull")
-
-
-def test_the_first_word_is_the_phase():
-    names = {"wait for means": "wait", "push": "push", "reduce (send)": "reduce", "step": "other", "pusher": "other"}
-    assert {name: Span(name, "t", 0, 1).phase for name in names} == names
-    assert all(Span(f"{phase} of something", "t", 0, 1).phase == phase for phase in PHASES)
 
 
 def test_the_file_of_a_process_comes_back_as_it_was():

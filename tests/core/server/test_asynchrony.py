@@ -3,6 +3,8 @@
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -100,6 +102,7 @@ def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
     assert left.distance.share == pytest.approx(2 / 4)  # 3 and 5 meet at 4
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("agreement", list(Agreement))
 def test_the_servers_of_a_job_know_it(agreement: Agreement) -> None:
     cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2, agreement=agreement), 3, None, parameters(150, 256))
@@ -165,7 +168,7 @@ def test_who_is_warned() -> None:
     assert groups_apart(layout(HOGWILD)) == 3
 
 
-@pytest.mark.parametrize("name", ["torch.optim.AdamW", "RMSprop", "kAdam", "kAdamMax"])
+@pytest.mark.parametrize("name", ["torch.optim.AdamW", "kAdamMax"])
 def test_groups_that_add_steps_of_an_adaptive_optimizer_are_warned(name: str) -> None:
     def said(cluster: Cluster, name: str) -> str:
         return warning(Job(cluster=cluster), layout(cluster), 0.0, [name])
@@ -176,11 +179,6 @@ def test_groups_that_add_steps_of_an_adaptive_optimizer_are_warned(name: str) ->
     assert said(replace(HOGWILD, agreement=Agreement.kRingAverage), name) == "", "the average is right"
     assert said(DOWNPOUR, name) == "", "one server group: nothing is added up between groups"
     assert said(HOGWILD, "torch.optim.SGD") == said(HOGWILD, "module:Adamant") == ""
-
-
-def test_a_plan_warns_of_groups_that_add() -> None:
-    found = plan(Job(cluster=HOGWILD, updater=Updater(type=UpdaterType.kAdam)))
-    assert "agreement: kRingAverage" in found.as_data()["warning"]
 
 
 def test_what_counts_as_momentum() -> None:
@@ -202,6 +200,8 @@ def test_a_plan_warns_of_the_updater_block() -> None:
     assert "warning: momentum 0.9 counts as 0.233" in found.explain()
     assert "counts as" in found.as_data()["warning"]
     assert "warning" not in plan(Job(cluster=DOWNPOUR)).as_data()
+    adds = plan(Job(cluster=HOGWILD, updater=Updater(type=UpdaterType.kAdam)))
+    assert "agreement: kRingAverage" in adds.as_data()["warning"]
 
 
 # --- a loss that rises (13b) -----------------------------------------------------------------------------------------
@@ -277,7 +277,7 @@ def falls(losses: Iterable[float], cluster: Cluster = DOWNPOUR, **more: Any) -> 
     return [each.text for each in told if isinstance(each, Notice)]
 
 
-@pytest.mark.parametrize("count", [40, 500, 513, 5000])
+@pytest.mark.parametrize("count", [40, 513])
 def test_a_loss_that_has_not_fallen_is_told_at_the_end(count: int) -> None:
     flat = [CHANCE[n % 4] for n in range(count)]
     (said,) = falls(flat)
@@ -419,11 +419,6 @@ def test_a_correction_of_momentum_needs_one() -> None:
         cluster.worker(cluster.workers[0], model, torch.optim.Adam(model.parameters()))
 
 
-def test_a_job_without_it_keeps_its_digest() -> None:
-    assert Job(cluster=DOWNPOUR).digest() == Job(cluster=DOWNPOUR, correction=Correction.kAuto).digest()
-    assert Job(cluster=DOWNPOUR).digest() != Job(cluster=DOWNPOUR, correction=Correction.kNone).digest()
-
-
 def test_an_optimizer_whose_momentum_is_none_is_left_as_it_is() -> None:
     """Muon has one that decides about a direction only."""
     weights = [nn.Parameter(torch.ones(4, 4))]
@@ -468,13 +463,23 @@ for _ in tt.epochs(1):
 
 
 @pytest.mark.journey
-def test_a_job_whose_result_is_not_finite_fails(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
+def test_a_job_whose_result_is_not_finite_fails(warm_at: str, tmp_path: Path) -> None:
     (tmp_path / "job.conf").write_text('name: "job"')
     (tmp_path / "over.py").write_text(OVERFLOW)
-    command = [sys.executable, "-m", "topotrain", "run", "--quiet", "job.conf", "over.py"]
+    client = Path(__file__).parents[2] / "support" / "process_pool_client.py"
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(client),
+        warm_at,
+        "-m",
+        "topotrain",
+        "run",
+        "--quiet",
+        "job.conf",
+        "over.py",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert "the final parameters are not finite: weight" in done.stderr

@@ -252,16 +252,6 @@ def test_edits_are_written_over_the_sum_piece_by_piece():
     assert torch.equal(gradient[64:98], torch.full((34,), 9.0))
 
 
-def test_an_edit_may_bring_a_gradient_where_none_was():
-    group = Group(2)
-    for worker in (0, 1):
-        group.end(worker, 0)
-        group.commit(worker, edited=bytes([0b001]))
-    group.staging.edit(GradientOverride(0, 0), torch.full((64,), 4.0))
-    assert group.staging.try_stage()
-    assert group.present() == [1, 0]
-
-
 def test_a_step_waits_for_every_reduction_and_stages_once():
     group = Group(2)
     group.push(0, 0, 1)
@@ -289,18 +279,12 @@ def test_the_next_step_begins_with_nothing():
     assert group.present() == [0, 0]
 
 
-def test_weights_are_those_of_the_pushes():
-    group = Group(2)
-    group.push(0, 0, 1, weight=3.0)
-    (ready,) = group.push(1, 0, 5, weight=1.0)
-    assert torch.equal(ready.mean, torch.full((64,), 2.0))
-
-
-def test_sums_are_not_divided():
-    group = Group(2, divide=False)
-    group.push(0, 0, 1, weight=3.0)
-    (ready,) = group.push(1, 0, 5, weight=1.0)
-    assert torch.equal(ready.mean, torch.full((64,), 6.0))
+def test_weights_are_those_of_the_pushes_and_sums_are_not_divided():
+    for divide, expected in ((True, 2.0), (False, 6.0)):
+        group = Group(2, divide=divide)
+        group.push(0, 0, 1, weight=3.0)
+        (ready,) = group.push(1, 0, 5, weight=1.0)
+        assert torch.equal(ready.mean, torch.full((64,), expected))
 
 
 # --- pushes that replace one another -----------------------------------------------------------------------------

@@ -50,57 +50,11 @@ def final(bucket, value):
     return m.FinalValue(bucket, body=torch.full((64,), float(value)))
 
 
-def test_a_drained_server_tells_the_others_once():
-    home = Home(1)
-    assert home.drained() == [(server(0), m.Drained()), (server(2), m.Drained())]
-    assert home.drained() == []
-
-
-def test_masters_hand_on_what_they_master_when_all_have_drained():
-    home = Home(1)
-    assert home.take(server(2), m.Drained()) == []
-    home.drained()
-    assert not home.ending.done
-    ((to, message),) = home.take(server(0), m.Drained())
-    assert (to, message) == (server(0), m.FinalValue(1))
-    assert torch.equal(message.body, torch.full((64,), 1.0))
-    assert home.ending.done
-    assert home.take(server(0), m.Drained()) == []
-
-
-def test_worker_0_0_is_answered_when_all_values_are_final():
-    home = Home(0)
-    assert home.take(MAIN, m.FinalRequest(-7)) == []
-    home.take(server(1), m.Drained())
-    home.take(server(1), final(1, 1))  # before this server has heard of everybody
-    home.take(server(2), m.Drained())
-    assert home.take(server(2), final(2, 2)) == []
-    out = home.drained()
-    values = [message for _, message in out if isinstance(message, m.Values)]
-    assert [(v.round, v.bucket, float(v.body[0])) for v in values] == [(-7, 0, 0.0), (-7, 1, 1.0), (-7, 2, 2.0)]
-
-
 def test_a_final_value_that_is_sent_twice_counts_once():
     home = Home(0)
     home.take(server(1), final(1, 5))
     home.take(server(1), final(1, 9))
     assert home.view(home.buckets[1])[0] == 5.0
-
-
-def test_with_ring_averaging_the_result_is_the_mean_of_all_groups():
-    home = Home(0, agreement="kRingAverage")
-    home.values.fill_(3.0)
-    home.drained()
-    for group, value in ((1, 6.0), (2, 0.0)):
-        home.take(server(group), m.Drained())
-        for bucket in home.buckets:
-            home.take(server(group), final(bucket.id, value))
-    values = [message.body for _, message in home.take(MAIN, m.FinalRequest(-1))]
-    assert torch.equal(torch.cat(values), torch.full((192,), 3.0))
-    other = Home(1, agreement="kRingAverage")
-    other.drained()
-    other.take(server(0), m.Drained())
-    assert [message.bucket for _, message in other.take(server(2), m.Drained())] == [0, 1, 2]
 
 
 def put(home, group, value):

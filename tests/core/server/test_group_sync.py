@@ -69,16 +69,6 @@ def test_a_master_sends_nothing_of_its_own_bucket():
     assert not groups.ways[0, 1]
 
 
-def test_others_updates_reach_every_group_through_the_master():
-    groups = Groups(3, master)
-    rng = random.Random(0)
-    groups.update(1, 4)
-    groups.run_dry(rng)
-    groups.update(2, 8)
-    groups.run_dry(rng)
-    assert torch.equal(groups.view(2)(0), torch.full((64,), 12.0))
-
-
 def test_an_early_delta_waits_for_the_one_before():
     groups = Groups(2, master)
     body = torch.ones(64)

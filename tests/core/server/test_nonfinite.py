@@ -54,7 +54,6 @@ from topotrain.core.server.nonfinite import (
     NO_WORKER,
     NonfiniteLimit,
     all_finite,
-    local_nonfinite_message,
     look,
     nonfinite_message,
     nonfinite_segment,
@@ -216,7 +215,7 @@ def test_a_skipped_step_leaves_no_trace(name: str) -> None:
     assert result.same_bits(reference(of, building(optimizer=adam), kept))
 
 
-@pytest.mark.parametrize("settings_", [{}, HIDDEN, ARRIVAL, {"pull": Pull.kLazy}])
+@pytest.mark.parametrize("settings_", [HIDDEN, ARRIVAL, {"pull": Pull.kLazy}])
 def test_finite_gradients_are_applied_to_the_bit(settings_) -> None:
     checked, unchecked = job_of(**settings_), job_of(**settings_, nonfinite=NonFinite.kAllow)
     script = usual_loop(vectors(4))
@@ -229,18 +228,10 @@ def test_unseen_it_spoils_everything() -> None:
     assert set(skipped(result).values()) == {0}
 
 
-def test_a_batch_that_was_skipped_is_used_up() -> None:
-    result = run_local(job_of("one"), building(), poisoned({1: {(0, 0)}}))
-    (worker,) = result.workers
-    assert sum(result.servers[0].steps.batches.counts().values()) == STEPS == worker.worker.tally.steps
-
-
 # --- transports ------------------------------------------------------------------------------------------------------
 
 TRANSPORTS = {
-    "shared memory": job_of("two by two", transport=TransportChoice.kShm),
     "tcp": job_of("two by two", transport=TransportChoice.kTcp),
-    "gloo": job_of("allreduce", engine=Engine.kGloo),
     "hidden gloo": job_of("allreduce", engine=Engine.kGloo, **HIDDEN),
 }
 
@@ -375,7 +366,8 @@ def test_clipping_by_the_servers_skips_the_whole_step() -> None:
 # --- under a storm ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2), (3, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.simulated
+@pytest.mark.parametrize("shape", [(3, 1, 1), (2, 2, 2)], ids=str)
 @settings(max_examples=examples(25), deadline=None)
 @given(seed=st.integers(0, 2**20))
 def test_the_ledger_is_exact_whatever_the_network_does(shape: tuple[int, int, int], seed: int) -> None:
@@ -506,10 +498,10 @@ def test_a_skip_is_reported_with_its_worker() -> None:
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @given(data=st.data())
-@settings(max_examples=examples(30), deadline=None)
-def test_whether_all_are_finite(dtype: torch.dtype, data: st.DataObject) -> None:
+@settings(max_examples=examples(80), deadline=None)
+def test_whether_all_are_finite(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
     size = data.draw(st.integers(1, 300))
     x = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
     x[data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([1.0, 0.0, torch.finfo(dtype).max]))
@@ -567,17 +559,6 @@ def test_strikes() -> None:
     assert "sum of the group's gradients of a table's rows is not finite in step 1" in nonfinite_message("", "", 1, 1)
 
 
-def test_of_a_local_step_nothing_is_said_to_be_pushed() -> None:
-    once = local_nonfinite_message("worker 1/0", "0.weight", 12, 1)
-    assert once.startswith("the gradient of 0.weight is not finite in local step 12 of worker 1/0; nothing of it was ")
-    mean = local_nonfinite_message("", "0.weight", 12, 3, "Perhaps the rate is too high.")
-    assert mean.startswith(
-        "the mean gradient of 0.weight is not finite in 3 local steps of the group in a row, the last"
-    )
-    assert mean.endswith("(nonfinite: kAllow would apply it). Perhaps the rate is too high.")
-    assert "pushed" not in once + mean
-
-
 def test_a_shard_cannot_refuse_a_worker_that_is_not_there() -> None:
     cluster = ScriptedCluster(job(1, 2, 2))
     cluster.play(lambda worker: worker.open() and worker.finish())
@@ -585,8 +566,3 @@ def test_a_shard_cannot_refuse_a_worker_that_is_not_there() -> None:
     for refused in [(2, 0), (-2, 0), (0, 3), (0, -2), (0,)]:
         with pytest.raises(m.ProtocolError, match="no such"):
             server.handle(shard, m.StepVote(0, 0, True, 0.0, False, 0, 0, refused))
-
-
-def test_jobs_that_say_nothing_of_it_keep_their_digest() -> None:
-    assert Job().digest() == Job(nonfinite=NonFinite.kSkip).digest() != Job(nonfinite=NonFinite.kFail).digest()
-    assert Job(reduce=Reduce.kSum).nonfinite is NonFinite.kSkip

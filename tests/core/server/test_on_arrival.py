@@ -13,7 +13,6 @@ from in_process_job import (
     mlp,
     plain,
     reference,
-    run_hosted,
     run_local,
     sgd,
     tokens,
@@ -21,26 +20,18 @@ from in_process_job import (
     vectors,
 )
 
-from topotrain.config.job import Apply, Grads, TransportChoice
+from topotrain.config.job import Apply, Grads
 
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
 MODELS = {"mlp": (mlp, vectors, sgd), "cnn": (Cnn, images, adam), "transformer": (Transformer, tokens, sgd)}
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
-@pytest.mark.parametrize(
-    ("model", "layout"), [("mlp", "sandblaster"), ("cnn", "allreduce"), ("transformer", "two by two"), ("mlp", "one")]
-)
+@pytest.mark.parametrize(("model", "layout"), [("cnn", "allreduce"), ("transformer", "two by two"), ("mlp", "one")])
 def test_the_values_are_those_of_the_step(model, layout, shared):
     make, batches, optimizer = MODELS[model]
     job, build, script = job_of(layout, **ON_ARRIVAL), building(make, optimizer), usual_loop(batches(8))
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
-
-
-def test_over_a_real_transport(tmp_path):
-    kind = TransportChoice.kShm
-    job, build, script = job_of(transport=kind, **ON_ARRIVAL), building(Transformer, adam), usual_loop(tokens(6))
-    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
 
 
 @pytest.mark.parametrize("layout", [{}, {"nserver_groups": 2}], ids=["downpour", "hogwild"])
