@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -275,7 +275,3 @@ class Islands:
             self.push(last=True)
             self.rounds += 1
         return self.values
-
-
-def with_outer(made: Job, outer: str) -> Job:
-    return replace(made, cluster=replace(made.cluster, outer=OUTER[outer][0]))

@@ -44,7 +44,7 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "ring": {"nworker_groups": 2, "nworkers_per_group": 2, "nserver_groups": 2, "agreement": "kRingAverage"},
     "barrier": {"nworker_groups": 2, "nworkers_per_group": 2, "max_staleness": 0},
 }
-BATCHES = vectors(4) * 4
+BATCHES = vectors(4) * 3
 
 
 def compressed(kind: str, name: str = "sandblaster", **changes: Any) -> Job:
@@ -122,7 +122,7 @@ def test_a_synchronous_job_trains_nearly_as_without(name: str, kind: str) -> Non
 def test_an_asynchronous_job_trains(name: str, kind: str) -> None:
     job = compressed(kind, name, correction="kNone")  # few steps, in which momentum is worth more than it costs
     before = loss_of(run_local(job, building(), lambda t: None))
-    assert loss_of(train(job, usual_step)) < 0.8 * before
+    assert loss_of(train(job, usual_step)) < 0.85 * before
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def whole_loss(model: nn.Module, number: torch.Tensor, flag: torch.Tensor) -> to
     return model(number, flag)
 
 
-def numbers(steps: int, samples: Sequence[int] = (6,), silent: int = 30) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def numbers(steps: int, samples: Sequence[int] = (6,), silent: int = 20) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of whole numbers, with b's gradient missing on some workers or on all; then silent ones, in which what is
     left arrives."""
     rng = torch.Generator().manual_seed(3)

@@ -239,7 +239,7 @@ def test_rounds_have_the_quorum_until_workers_end(quorum: int, speeds: tuple[flo
     """Workers that drift apart come together again, and a push waits for one turn over the fragments at most."""
     fragments = 4
     job = islands(len(speeds), 10 * fragments, fragments, quorum=quorum, pace=pace)
-    trial = IslandTrial(job, 500, speeds=speeds, lease=True).run()
+    trial = IslandTrial(job, 350, speeds=speeds, lease=True).run()
     assert bool((trial.cells() == 1).all())
     end = max(each.time for each in trial.rounds) - 40 * STEP_S
     sizes = Counter(len(each.groups) for each in trial.rounds if each.time < end)
@@ -305,7 +305,7 @@ def pushes(trial: IslandTrial, group: int) -> list[tuple[int, float, float]]:
 
 @pytest.mark.parametrize(("quorum", "fragments"), [(1, 1), (2, 1), (1, 2)])
 def test_slow_workers_push_as_often_with_fewer_steps(quorum: int, fragments: int) -> None:
-    trial = IslandTrial(islands(4, 10 * fragments, fragments, quorum=quorum), 900, speeds=SPEEDS, lease=True).run()
+    trial = IslandTrial(islands(4, 10 * fragments, fragments, quorum=quorum), 500, speeds=SPEEDS, lease=True).run()
     for group, steps in enumerate((10, 10, 7, 4)):
         found = pushes(trial, group)
         assert len(found) == 6

@@ -162,7 +162,7 @@ def test_more_fragments_than_parameters() -> None:
     ],
 )
 def test_compression_changes_little(kind: Compression, overlap: int, near: float, most: float) -> None:
-    batches, cluster = vectors(3 * 40), {"fragments": 2, "overlap": overlap, "outer": "mean"}
+    batches, cluster = vectors(3 * 24), {"fragments": 2, "overlap": overlap, "outer": "mean"}
     exact = run_local(job(**cluster), building(), script(batches, 3))
     ratio = {"compression_ratio": 0.3} if kind is Compression.kTopK else {}
     short = run_local(job(**cluster, compression=kind, **ratio), building(), script(batches, 3))

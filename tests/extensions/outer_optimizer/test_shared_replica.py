@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process_job import Cnn, cross_entropy, images, run_local, vectors
 from island_jobs import Islands, assert_near, assert_same_bits, building, job, script
-from test_group_quorum import STEPS, build, exact
 
 from topotrain.config.job import Compression
 from topotrain.core.client.client import JobError
@@ -88,60 +87,6 @@ def test_groups_are_weighed_by_the_samples_of_all_their_workers() -> None:
     found = run_local(pairs(2, 3), building(), script(batches, 2))
     islands = Islands(2, 3, workers=2, weights=[(3 * size) ** 2 / 3 for size in (24, 12)])
     assert_near(found.values, islands.train(batches), 1e-6, 1e-7)
-
-
-# --- a quorum --------------------------------------------------------------------------------------------------------
-
-
-class Watched:
-    """Each group's script, which keeps the values of each worker behind each step."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
-
-    def __call__(self, t: Any) -> None:
-        kept = self.seen[t.me.group, t.me.index] = []
-        for step in range(STEPS):
-            t.optimizer.zero_grad()
-            cell = t.me.group * STEPS + step
-            # Both workers of the group have a sample: each adds a half.
-            t.backward(t.losses(lambda model, _, cell=cell: 0.5 * model(cell), torch.zeros(2)))
-            t.optimizer.step()
-            kept.append([p.detach().clone() for p in t.model.cells.parameters()])
-
-    def assert_alike(self) -> None:
-        for (group, index), steps in self.seen.items():
-            for number, (mine, first) in enumerate(zip(steps, self.seen[group, 0], strict=True)):
-                assert all(map(torch.equal, mine, first)), (group, index, number)
-
-
-@pytest.mark.parametrize(("quorum", "fragments"), [(0, 1), (0, 4), (1, 1), (1, 4), (2, 4), (3, 1)])
-def test_each_step_of_a_group_counts_once_and_its_workers_take_the_same_values(quorum: int, fragments: int) -> None:
-    """Values arrive at each worker at another time, and are taken behind the same step."""
-    watched = Watched()
-    found = run_local(exact(sync_freq=4, fragments=fragments, quorum=quorum, nworkers_per_group=2), build, watched)
-    assert all(bool((value == 1).all()) for value in found.values.values()), found.values
-    watched.assert_alike()
-
-
-def test_values_that_arrive_late_at_one_worker_are_taken_by_both_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 1 says for some steps that nothing has arrived."""
-    watched, asked = Watched(), {0: 0, 1: 0}
-
-    def run(t: Any) -> None:
-        is_over = t.exchange.steps.is_over
-
-        def delayed() -> bool:
-            found = is_over()
-            asked[t.me.index] += 1
-            return found and (t.me.index == 0 or asked[1] % 5 == 0)
-
-        monkeypatch.setattr(t.exchange.steps, "is_over", delayed)
-        watched(t)
-
-    found = run_local(exact(sync_freq=2, quorum=1, nworkers_per_group=2), build, run)
-    assert all(bool((value == 1).all()) for value in found.values.values()), found.values
-    watched.assert_alike()
 
 
 # --- gradients that are not finite, and scripts that differ -----------------------------------------------------------
@@ -236,7 +181,7 @@ def test_scripts_that_differ_are_told_so(sync_freq: int, change: str, words: str
 
 @pytest.mark.parametrize("kind", [Compression.kInt8, Compression.kE3M0])
 def test_compression_is_between_a_group_and_the_servers_only(kind: Compression) -> None:
-    turns, read = {"outer": "mean", "fragments": 2, "overlap": 1}, script(vectors(2 * 40), 2)
+    turns, read = {"outer": "mean", "fragments": 2, "overlap": 1}, script(vectors(2 * 24), 2)
     exactly, short = (
         run_local(pairs(compression=each, **turns), building(), read) for each in (Compression.kNone, kind)
     )

@@ -775,28 +775,39 @@ def test_tables_have_one_home() -> None:
         TableClient(cluster.clients[cluster.workers[0]], cluster.topology, cluster.job)
 
 
-IDS = pack_ids(np.array([1, 3], dtype=np.int64))
+IDS, SMALL = pack_ids(np.array([1, 3], dtype=np.int64)), TableSpec("t", 10, 2, mode="async")
+
+
+LARGE = TableSpec("t", 10, 1 << 22, mode="async")
+ZEROS = pack_ids(np.zeros(LARGE.part_rows + 1, dtype=np.int64))
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "words", "shards", "spec"),
     [
-        (TablePush(1, 5, 0, True, IDS, body=torch.ones(4)), "not opened a table number 5"),
-        (TablePush(1, 0, 0, True, IDS, body=torch.ones(3)), "12 bytes for 2 rows of 2"),
-        (TablePush(1, 0, 0, True, IDS), "0 bytes for 2 rows"),
-        (TablePush(1, 0, 0, True, IDS[:-1]), "15 bytes of row numbers"),
-        (TablePush(1, 0, 0, True, bytes(8 * 4097)), "bytes of row numbers"),
-        (TablePush(1, 0, 0, True, IDS[8:] + IDS[:8], body=torch.ones(4)), "do not ascend"),
-        (TablePush(1, 0, 0, True, IDS[:8] + IDS[:8], body=torch.ones(4)), "do not ascend"),
-        (TablePush(1, 0, 0, True, pack_ids(np.array([10])), body=torch.ones(2)), "row 10 of table 't', which has 10"),
-        (TablePull(1, 0, 1, 0, pack_ids(np.array([-3]))), "row -3 of table 't'"),
-        (TablePull(1, 7, 1, 0, IDS), "not opened a table number 7"),
-        (TableOpen(1, 1, "{}"), "not the description of a table"),
+        (TablePush(1, 5, 0, True, IDS, body=torch.ones(4)), "not opened a table number 5", 1, SMALL),
+        (TablePush(1, 0, 0, True, IDS, body=torch.ones(3)), "12 bytes for 2 rows of 2", 1, SMALL),
+        (TablePush(1, 0, 0, True, IDS), "0 bytes for 2 rows", 1, SMALL),
+        (TablePush(1, 0, 0, True, IDS[:-1]), "15 bytes of row numbers", 1, SMALL),
+        (TablePush(1, 0, 0, True, bytes(8 * 4097)), "bytes of row numbers", 1, SMALL),
+        (TablePush(1, 0, 0, True, IDS[8:] + IDS[:8], body=torch.ones(4)), "do not ascend", 1, SMALL),
+        (TablePush(1, 0, 0, True, IDS[:8] + IDS[:8], body=torch.ones(4)), "do not ascend", 1, SMALL),
+        (
+            TablePush(1, 0, 0, True, pack_ids(np.array([10])), body=torch.ones(2)),
+            "row 10 of table 't', which has 10",
+            1,
+            SMALL,
+        ),
+        (TablePull(1, 0, 1, 0, pack_ids(np.array([-3]))), "row -3 of table 't'", 1, SMALL),
+        (TablePull(1, 7, 1, 0, IDS), "not opened a table number 7", 1, SMALL),
+        (TableOpen(1, 1, "{}"), "not the description of a table", 1, SMALL),
+        (TablePull(1, 0, 1, 0, ZEROS), f"in a message, at most {LARGE.part_rows}", 1, LARGE),
+        (TablePull(1, 0, 1, 0, IDS), "row 1 of table 't' is on another shard", 2, SMALL),
     ],
 )
-def test_what_no_peer_may_send(message: m.Message, words: str) -> None:
-    bench = Bench()
-    bench.open(TableSpec("t", 10, 2, mode="async"))
+def test_what_no_peer_may_send(message: m.Message, words: str, shards: int, spec: TableSpec) -> None:
+    bench = Bench(shards=shards)
+    bench.open(spec)
     with pytest.raises(ProtocolError, match=words):
         bench.book.handle(Address(Role.WORKER, 0, 0), message)
 
@@ -825,21 +836,6 @@ def test_memory_for_a_body_comes_from_the_description() -> None:
             bench.book.place(me, message, False)
     with pytest.raises(ProtocolError, match="has no tables"):
         bench.book.place(Address(Role.WORKER, 3, 0), TablePush(1, 0, 0, True, IDS), False)
-
-
-def test_no_message_names_more_rows_than_fit_into_one() -> None:
-    bench, spec = Bench(), TableSpec("t", 10, 1 << 22, mode="async")
-    bench.open(spec)
-    ids = pack_ids(np.zeros(spec.part_rows + 1, dtype=np.int64))
-    with pytest.raises(ProtocolError, match=f"in a message, at most {spec.part_rows}"):
-        bench.book.handle(Address(Role.WORKER, 0, 0), TablePull(1, 0, 1, 0, ids))
-
-
-def test_a_row_of_another_shard() -> None:
-    bench = Bench(shards=2)
-    bench.open(TableSpec("t", 10, 2, mode="async"))
-    with pytest.raises(ProtocolError, match="row 1 of table 't' is on another shard"):
-        bench.say(0, TablePull, 0, 1, 0, IDS)
 
 
 @pytest.mark.parametrize("mode", ["async", "sync", "step"])
