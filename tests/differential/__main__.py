@@ -13,7 +13,6 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1] / "support")]
 
 from tests.differential import scripts  # noqa: E402
-from tests.differential.known import known_part  # noqa: E402
 from tests.differential.runs import LAYOUTS, Bench, InvalidScript, opened  # noqa: E402
 from tests.differential.scripts import Script  # noqa: E402
 from tests.differential.shrink import shrunk  # noqa: E402
@@ -30,7 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--turns", action="store_true", help="each script under one of the layouts, in turn")
     parser.add_argument("--blocks", nargs="*", metavar="AXIS=NAME", help="run the script of these blocks")
     parser.add_argument("--single", nargs="*", metavar="AXIS", help="run one script for each block (of these axes)")
-    parser.add_argument("--known", action="store_true", help="run also what is known to fail")
     parser.add_argument("--keep-going", action="store_true", help="do not shrink what fails")
     parser.add_argument("--jobs", type=int, default=2, help="scripts in flight (2)")
     options = parser.parse_args(arguments)
@@ -54,8 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _tried(bench: Bench, item: tuple[int, Script], options: argparse.Namespace) -> tuple[Counter[str], str]:
     seed, script = item
-    if not options.known and (part := known_part(script)):
-        return Counter(known=1), f"{seed}: {script}\n    known: {part.reason}"
     try:
         layouts = [options.layouts[seed % len(options.layouts)]] if options.turns else options.layouts
         found = bench.outcomes(script, layouts)

@@ -1,38 +1,48 @@
-"""What generated scripts have found, by name: blocks (`axis=name`) and the layout. Each is a test."""
+"""What generated scripts have found, by name: blocks (`axis=name`) and the layout. Each is a test.
 
-ALLREDUCE = tuple(
+What ends as in plain Python is found in scripts of several blocks; what is refused ends its script, and stands alone.
+"""
+
+EQUAL = (
+    ("gradients=vmap clipping=ours data=second flow=continue", "allreduce"),
+    ("hooks=clamp_before silent=no_zero_grad data=second_uneven flow=continue", "allreduce"),
+    ("hooks=tensor_after silent=no_zero_grad average=swapped writes=data_first", "allreduce"),
+    ("hooks=post_before gradients=set average=swapped_load writes=copy_first", "allreduce"),
+    ("average=ema_final state=clear wrapper=sam hooks=clamp_before", "allreduce"),
+    ("state=new wrapper=sam_class hooks=clamp_after data=second", "allreduce"),
+    ("state=zero hooks=post_before data=as_is end=layer", "allreduce"),
+    ("state=delete hooks=post_after end=scale average=swa", "allreduce"),
+    ("state=empty end=best gradients=autograd data=second_uneven", "allreduce"),
+    ("state=read_own gradients=vmap", "allreduce"),
+    ("gradients=func", "allreduce"),
+    ("gradients=set", "allreduce"),
+    ("flow=no_graph", "allreduce"),
+    ("flow=no_backward", "allreduce"),
+    ("model=compiled data=processes", "sandblaster"),
+    ("accumulation=three data=stream scheduler=step", "tcp"),
+    ("gradients=two clipping=norm optimizer=groups data=sampler", "sandblaster"),
+    ("scaler=scaler flow=break scheduler=cosine optimizer=momentum", "memory"),
+    ("data=collated", "sandblaster"),
+    ("data=whole_batches", "allreduce"),
+    ("writes=numpy_step silent=stale", "island"),
+)
+REFUSED = tuple(
     (blocks, "allreduce")
     for blocks in (
-        *("average=swapped", "average=swapped_load", "average=ema_final"),
-        *("writes=data_first", "writes=load_first", "writes=copy_first", "writes=replaced"),
-        *("state=clear", "state=new", "state=zero", "state=delete", "state=empty", "state=read_own"),
-        *("flow=break_stopped", "phases=second", "phases=second_prepared", "wrapper=lookahead", "wrapper=sam"),
-        *("wrapper=sam_class",),
-        *("hooks=clamp_before", "hooks=clamp_after", "hooks=post_before", "hooks=post_after"),
-        *("data=second", "data=second_own", "data=renewed", "data=as_is", "end=layer", "end=scale", "end=best"),
-        *("writes=data", "writes=data_step", "writes=numpy", "writes=numpy_step", "average=swa"),
-        *("gradients=autograd", "gradients=vmap", "gradients=func", "gradients=set", "gradients=create_graph"),
-        *(
-            "gradients=autograd clipping=norm",
-            "gradients=func clipping=by_hand",
-            "gradients=vmap clipping=ours",
-            "flow=no_graph",
-            "flow=no_backward",
-            "hooks=clamp_before silent=no_zero_grad",
-            "hooks=tensor_after silent=no_zero_grad",
-            "clipping=replaced hooks=clamp_before silent=no_zero_grad",
-            "hooks=clamp_before gradients=create_graph",
-            "hooks=post_before gradients=set",
-            "data=renewed gradients=autograd",
-            "data=renewed gradients=set",
-            "data=second flow=continue",
-            "data=second_uneven",
-            "data=second_uneven flow=continue",
-            "data=second_taken",
-        ),
+        "clipping=replaced hooks=clamp_before silent=no_zero_grad",
+        *("writes=data_step", "writes=replaced", "flow=break_stopped", "phases=second", "data=second_own"),
+        *("gradients=create_graph", "gradients=autograd clipping=norm", "data=second_taken"),
     )
 )
-FOUND = (*ALLREDUCE, ("writes=numpy_step silent=stale", "island"))
+REFUSED_ALIKE = tuple(
+    (blocks, "allreduce")
+    for blocks in (
+        *("writes=load_first", "writes=data", "writes=numpy", "writes=numpy_step", "wrapper=lookahead"),
+        *("phases=second_prepared", "data=renewed", "data=renewed gradients=autograd", "data=renewed gradients=set"),
+        *("gradients=func clipping=by_hand", "hooks=clamp_before gradients=create_graph"),
+    )
+)
+"""Refused with the words of another one above: in the soak."""
 FOUND_LIBRARY = (
     ("data=stream", "allreduce"),
     ("library=accelerate data=stream validation=each_epoch", "sandblaster"),
