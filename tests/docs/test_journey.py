@@ -5,11 +5,10 @@ are kept that have to do with the element: calls for its bucket or its parameter
 that names a function that is gone, or two functions in the wrong order, fails.
 """
 
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from in_process_job import PATIENCE_S, Trainer, job_of, run_local
-from journey_pages import PACKAGE, check_is_function, check_order, own_files
+from journey_pages import Tracer, check_is_function, check_order, own_files, stops_in
 from torch import nn
 
 from topotrain.config.sharding import Bucket
@@ -33,67 +32,36 @@ MOST_FILES = 38  # two of them only if values or means arrive before the worker 
 
 
 def stops() -> list[str]:
-    """What the page's list names, such as "reduction.Staging.push", one function per stop."""
-    page, _, _ = PAGE.read_text(encoding="utf-8").partition("\n## The death of a worker")
-    return re.findall(r"^\d+\. `([\w./]+)`", page, re.MULTILINE)
+    """The functions that the page's list names, one per stop."""
+    return stops_in(PAGE.read_text(encoding="utf-8").partition("\n## The death of a worker")[0])
 
 
-@dataclass
-class Tracer:
-    """Notes the package's functions that are called for the element, each once, while somebody is in `watch`."""
+class ElementTracer(Tracer):
+    """Follows what is both for our worker and for the element: a pair of these two for each call."""
 
-    bucket: int = -1  # the element's
-    other_pushed: threading.Event = field(default_factory=threading.Event)
-    seen: list[str] = field(default_factory=list)
-    _watching: bool = False
-    _came: set[tuple[str, type[Message]]] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _of_thread: threading.local = field(default_factory=threading.local)
-
-    @contextmanager
-    def everywhere(self) -> Iterator[None]:
-        """Trace every thread that starts inside."""
-        before = threading.getprofile()
-        threading.setprofile(self._profile)
-        try:
-            yield
-        finally:
-            threading.setprofile(before)
+    def __init__(self) -> None:
+        super().__init__()
+        self.bucket = -1  # the element's
+        self.other_pushed = threading.Event()
+        self._came: set[tuple[str, type[Message]]] = set()
+        self._lock = threading.Lock()
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Note what the calling thread does, and what it brings about on others."""
-        self._stack().append((True, True))
-        self._watching = True
+        self.calls().append((True, True))
+        self.watching = True
         try:
             yield
         finally:
-            self._watching = False
+            self.watching = False
 
-    def _stack(self) -> list[tuple[bool, bool]]:
-        """Of every function that this thread is in: whether it works for our worker, and whether for the element."""
-        if not hasattr(self._of_thread, "stack"):
-            self._of_thread.stack = [(False, False)]
-        return self._of_thread.stack
+    def is_noted(self, concern: Any) -> bool:
+        return concern == (True, True)
 
-    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
-        path = frame.f_code.co_filename
-        if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
-            return
-        stack = self._stack()
-        if event == "return":
-            if len(stack) > 1:
-                stack.pop()
-            return
-        stack.append(self._purpose(frame, *stack[-1]))
-        if stack[-1] == (True, True) and self._watching:
-            name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
-            with self._lock:
-                if name not in self.seen:
-                    self.seen.append(name)
-
-    def _purpose(self, frame: FrameType, ours: bool, element: bool) -> tuple[bool, bool]:
+    def concerns(self, frame: FrameType, caller: Any, first: bool) -> tuple[bool, bool]:
         """What a call is for: its arguments say so (a message, a bucket, a parameter's index), or whoever calls."""
+        ours, element = caller or (False, False)
         code = frame.f_code
         given = {name: frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount]}
         sender, message, bucket, index = (given.get(name) for name in ("sender", "message", "bucket", "index"))
@@ -114,7 +82,7 @@ class Tracer:
             self.other_pushed.set()
         before = {f"to {HOME}": WORKERS[0], f"to {COORDINATOR}": HOME, f"to {WORKERS[0]}": HOME}
         here = threading.current_thread().name
-        if here not in before or bucket != self.bucket or not self._watching:
+        if here not in before or bucket != self.bucket or not self.watching:
             return False
         with self._lock:
             if sender == before[here]:
@@ -144,7 +112,7 @@ class Trip:
 @pytest.fixture(scope="module")
 def trip() -> Trip:
     """The first step of the job that the page tells of."""
-    tracer, gradients = Tracer(), []
+    tracer, gradients = ElementTracer(), []
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Given()
@@ -164,7 +132,7 @@ def trip() -> Trip:
     with tracer.everywhere():
         job = job_of(nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
         ended = run_local(job, build, script)
-    return Trip(tracer.seen, gradients[0], float(ended.values["layer.weight"].view(-1)[ELEMENT]))
+    return Trip(list(tracer.seen), gradients[0], float(ended.values["layer.weight"].view(-1)[ELEMENT]))
 
 
 def step(t: Trainer, batch: torch.Tensor) -> float:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from launch_targets import wait_for
 from shells import Shell, Shells, alive, ended
+from soak_cases import soak_only, soaked
 
+from topotrain.tools.cli.app import main
 from topotrain.tools.probe.probe_file import load_probe, parse_probe
 
 pytestmark = pytest.mark.journey
@@ -77,6 +79,7 @@ def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at:
     assert found.batch.compute_s(128) == pytest.approx((found.batch.forward_s + found.batch.backward_s) / 2)
 
 
+@soak_only
 def test_a_script_of_which_only_one_copy_runs(shells: Shells, served_at: str) -> None:
     held = "import fcntl; file = open('held', 'w'); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
     script(shells.folder, before=held)
@@ -87,13 +90,17 @@ def test_a_script_of_which_only_one_copy_runs(shells: Shells, served_at: str) ->
 
 @pytest.mark.parametrize(
     ("before", "step", "words"),
-    [
-        ("sys.exit(0)", "pass", "ended without calling topotrain.prepare"),
-        ("sys.exit(3)", "pass", "exit code 3"),
-        ("tt.epochs = lambda count: range(1)", "pass", "made no step with the optimizer"),
-        ("tt.epochs = lambda count: range(1)", "optimizer.step(); break", "made 1 step"),
-        ("raise ValueError('no data')", "pass", "ValueError: no data (line 12)"),
-    ],
+    soaked(
+        [
+            ("sys.exit(0)", "pass", "ended without calling topotrain.prepare"),
+            ("tt.epochs = lambda count: range(1)", "optimizer.step(); break", "made 1 step"),
+        ],
+        [
+            ("sys.exit(3)", "pass", "exit code 3"),
+            ("tt.epochs = lambda count: range(1)", "pass", "made no step with the optimizer"),
+            ("raise ValueError('no data')", "pass", "ValueError: no data (line 12)"),
+        ],
+    ),
 )
 def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str, before: str, step: str, words: str) -> None:
     script(shells.folder, before, step)
@@ -114,10 +121,19 @@ def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str, before
         (["--out", "train.py/probe.json", "train.py"], "--out train.py/probe.json: cannot be written"),
     ],
 )
-def test_bad_options(shells: Shells, served_at: str, options: list[str], words: str) -> None:
-    script(shells.folder)
-    (said,) = ended([probing(shells, served_at, *options)], [2])
-    assert words in said and said.count("\n") == 1
+def test_bad_options(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["probe", *options])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and words in said and said.count("\n") == 1
 
 
 def test_ctrl_c_leaves_no_process(shells: Shells) -> None:

@@ -26,9 +26,13 @@ class Tracer:
         self.watching = False
         self._of_thread = threading.local()
 
-    def concerns(self, frame: FrameType, caller: bool, first: bool) -> bool:
-        """caller: its caller is for this thing. first: it is called by no other function of the package."""
+    def concerns(self, frame: FrameType, caller: Any, first: bool) -> Any:
+        """caller: the same of its caller, or False. first: it is called by no other function of the package."""
         raise NotImplementedError
+
+    def is_noted(self, concern: Any) -> bool:
+        """Whether a call with this `concerns` is for the thing."""
+        return bool(concern)
 
     @contextmanager
     def everywhere(self) -> Iterator[None]:
@@ -42,17 +46,21 @@ class Tracer:
             sys.setprofile(None)
             threading.setprofile(before)
 
+    def calls(self) -> list[Any]:
+        """`concerns` of every function that this thread is in."""
+        return self._of_thread.__dict__.setdefault("stack", [False])  # type: ignore[no-any-return]
+
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         path = frame.f_code.co_filename
         if event not in ("call", "return") or not path.startswith(str(PACKAGE)):
             return
-        stack = self._of_thread.__dict__.setdefault("stack", [False])
+        stack = self.calls()
         if event == "return":
             if len(stack) > 1:
                 stack.pop()
             return
         stack.append(self.concerns(frame, stack[-1], len(stack) == 1))
-        if stack[-1] and self.watching:
+        if self.watching and self.is_noted(stack[-1]):
             name = f"{Path(path).stem}.{frame.f_code.co_qualname}"
             self.seen.setdefault(name, str(Path(path).relative_to(PACKAGE)))
 
