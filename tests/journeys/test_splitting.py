@@ -15,7 +15,7 @@ from job_runner import Ended, JobRunner
 from programs import cut
 from safetensors import safe_open
 from safetensors.torch import load_file
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.launch.agent import forkserver
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.journey
 WORKERS, EACH, WIDTH, MOST = 4, 8, 2688, 840 << 20  # layers of a worker, their width; bytes that a process may have
 TWO = "nworkers_per_group: 2"
 APART = TWO + " server_worker_separate: true"
+LOOKS = "train_steps: 12 test_freq: 5 test_steps: -1 checkpoint_freq: 6"
 HYBRID = 'partition { match: "^fc$" partition_dim: 1 }'
 PIPELINE = """
 partition { match: "conv|norm" partition_dim: -1 location: 0 }
@@ -47,28 +48,33 @@ def test_convolutions_by_samples_and_the_rest_by_features(runner: JobRunner) -> 
     model.load_state_dict(found.final)  # by plain PyTorch
 
 
-@pytest.mark.parametrize(
-    "cluster", soaked([f"{APART} transport: kTcp"], [f"{APART} transport: kShm", f"{TWO} nservers_per_group: 2"])
-)
-def test_a_pipeline_computes_what_one_worker_does(runner: JobRunner, cluster: str) -> None:
-    """The norm sees the whole batch, which shares of it do not."""
+def test_a_pipeline_computes_what_one_worker_does_and_a_look_leaves_no_trace(runner: JobRunner) -> None:
+    """The norm sees the whole batch, which shares of it do not. All workers look, in eval mode and by tt.state_dict."""
     whole = runner.run("", "cut.py", name="whole")
-    same(runner.run(cluster, "cut.py", "--tagged"), whole)
-    same(runner.run(cluster, "cut.py", extra=f"{PIPELINE} microbatches: 1", name="conf"), whole)
+    looked = runner.run(f"{APART} transport: kTcp", "cut.py", "--tagged", "--look", "state")
+    same(looked, whole)
+    last = load_file(runner.folder / "state")
+    assert alike(last, looked.final)
+    cut.Net().load_state_dict(last)  # by plain PyTorch
 
 
-def test_a_pipeline_that_only_the_forward_names(runner: JobRunner) -> None:
-    same(runner.run(TWO, "cut.py", "--said", name="said"), runner.run("", "cut.py", name="whole"))
+MICRO = ("--no-norm", "--loss", "--tagged")
+WAYS = {
+    "by the conf": ((), f"{PIPELINE} microbatches: 1", APART),
+    "that only the forward names": (("--said",), "", TWO),
+    "micro batches, and masks of the whole batch": (MICRO, f"microbatches: 3 schedule: k1F1B {PIPELINE}", TWO),
+    "all of them before one goes back": (MICRO, f"microbatches: 3 schedule: kGPipe {PIPELINE}", TWO),
+}
 
 
-@pytest.mark.parametrize("schedule", soaked(["k1F1B"], ["kGPipe"]))
-def test_micro_batches_and_masks_of_the_whole_batch(runner: JobRunner, schedule: str) -> None:
-    """Dropout draws the masks that one process draws."""
-    whole = runner.run("", "cut.py", "--no-norm", "--loss", name="whole")
-    extra = f"microbatches: 3 schedule: {schedule}"
-    same(runner.run(TWO, "cut.py", "--no-norm", "--loss", "--tagged", extra=f"{extra} {PIPELINE}"), whole)
+@pytest.mark.parametrize("way", soaked(list(WAYS)[2:3], [*list(WAYS)[:2], *list(WAYS)[3:]]))
+def test_other_ways_to_a_pipeline(runner: JobRunner, way: str) -> None:
+    words, extra, cluster = WAYS[way]
+    whole = runner.run("", "cut.py", *[word for word in words if word.startswith(("--no", "--loss"))], name="whole")
+    same(runner.run(cluster, "cut.py", *words, extra=extra), whole)
 
 
+@soak_only
 def test_two_groups_that_do_not_wait_for_each_other(runner: JobRunner) -> None:
     cluster = f"nworker_groups: 2 {APART} nservers_per_group: 2"
     found = runner.run(cluster, "cut.py", extra=f"{HYBRID} correction: kNone")  # a short job needs all its momentum
@@ -77,28 +83,18 @@ def test_two_groups_that_do_not_wait_for_each_other(runner: JobRunner) -> None:
     assert sum(process["samples"] for process in found.report["processes"]) == cut.SAMPLES * cut.EPOCHS
 
 
-def test_made_on_the_meta_device(runner: JobRunner) -> None:
-    """The values come from the modules' names, so they do not depend on the split."""
-    extra = 'partition { match: "fc|out|conv|norm" location: 0 partition_dim: -1 }'
-    same(
-        runner.run(TWO, "cut.py", "--meta", extra=PIPELINE),
-        runner.run(TWO, "cut.py", "--meta", extra=extra, name="other"),
-    )
-
-
 @pytest.mark.parametrize(
     ("args", "extra", "words"),
-    [
-        (["--wrong"], HYBRID, "model = 'fc': is in parts on /worker:0 to /worker:1 of its group"),
-        ([], 'partition { match: "^foo$" partition_dim: 1 }', "partition[0].match = '^foo$': matches no module"),
-        (["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it"),
-    ],
+    soaked(
+        [(["--look", "state", "--one-looks"], HYBRID, "is in tt.state_dict: all workers of a group must call it")],
+        [
+            (["--wrong"], HYBRID, "model = 'fc': is in parts on /worker:0 to /worker:1 of its group"),
+            ([], 'partition { match: "^foo$" partition_dim: 1 }', "partition[0].match = '^foo$': matches no module"),
+        ],
+    ),
 )
 def test_what_cannot_be_is_refused(runner: JobRunner, args: list[str], extra: str, words: str) -> None:
     assert words in runner.run(TWO, "cut.py", *args, extra=extra, code=2).err
-
-
-LOOKS = "train_steps: 12 test_freq: 5 test_steps: -1 checkpoint_freq: 6"
 
 
 def stored(ended: Ended, step: int) -> dict[str, torch.Tensor]:
@@ -127,15 +123,7 @@ def test_tested_and_written_while_it_trains_and_begun_from_a_file(runner: JobRun
     assert alike(stored(begun, 0), stored(found, 6))  # onto another split
 
 
-def test_a_script_that_looks_leaves_no_trace(runner: JobRunner) -> None:
-    """A forward of its own in eval mode, by all workers, and `tt.state_dict`."""
-    looked = runner.run(TWO, "cut.py", "--look", "state", extra=PIPELINE)
-    same(looked, runner.run("", "cut.py", name="whole"))
-    last = load_file(runner.folder / "state")
-    assert alike(last, looked.final)
-    cut.Net().load_state_dict(last)
-
-
+@soak_only
 def test_a_model_larger_than_any_process_may_be(tmp_path: Path) -> None:
     """No process may have more than MOST bytes of its own, Python and torch included: none could make the whole model.
 

@@ -80,7 +80,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--tagged", action="store_true")
     parser.add_argument("--said", action="store_true")
-    parser.add_argument("--meta", action="store_true")
     parser.add_argument("--no-norm", action="store_true")
     parser.add_argument("--loss", action="store_true")
     parser.add_argument("--wrong", action="store_true")
@@ -89,8 +88,7 @@ if __name__ == "__main__":
     parser.add_argument("--one-looks", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(1)
-    with torch.device("meta" if options.meta else "cpu"):
-        model = (Said if options.said else Net)(options.tagged, not options.no_norm)
+    model = (Said if options.said else Net)(options.tagged, not options.no_norm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if options.trainer:
         trained_by_the_job(model, optimizer)
