@@ -8,7 +8,7 @@ import torch
 from job_runner import ALLREDUCE, JobRunner
 from killed_jobs import killed, resumed
 from process_pool import client
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 from test_resume import INLINE, SYNC
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -32,12 +32,16 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     return float((a - b).norm() / b.norm())
 
 
+@soak_only
 @pytest.mark.parametrize(
     ("kind", "cluster"),
-    soaked(
-        [("average", ALLREDUCE)],
-        [("after", SYNC), ("after", INLINE), ("before", f"{SYNC} transport: kTcp"), ("anew", SYNC)],
-    ),
+    [
+        ("average", ALLREDUCE),
+        ("after", SYNC),
+        ("after", INLINE),
+        ("before", f"{SYNC} transport: kTcp"),
+        ("anew", SYNC),
+    ],
 )
 def test_synchronous_jobs_equal_plain_python(runner: JobRunner, kind: str, cluster: str) -> None:
     assert distance(runner.run(cluster, PROGRAM, kind).final, plainly(runner.folder, kind, runner.warm_at)) < 1e-6
@@ -55,26 +59,21 @@ def test_a_job_whose_processes_all_died_has_the_same_bits(runner: JobRunner, kin
     assert not different, (found.steps(0), different)
 
 
-def test_a_group_that_died_between_a_change_and_its_step_repeats_neither(runner: JobRunner) -> None:
-    """The servers go on, and know which changes they have made."""
+def test_a_worker_or_a_server_that_dies_between_a_change_and_its_step_repeats_neither(runner: JobRunner) -> None:
+    """The servers go on, and know which changes they have made; so does the second copy of one that dies."""
     undisturbed = runner.run(SYNC, PROGRAM, "before", name="undisturbed").final
-    once = runner.folder / "once"
-    ended = runner.run(SYNC, PROGRAM, "before", "--once", str(once), extra="on_failure: kContinue")
-    assert once.exists() and ended.report["incidents"][0]["action"] == "group 0 starts again (incarnation 1)"
-    different = [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
-    assert not different
+    twice = f"{SYNC} transport: kTcp replicas: 2"
+    for name, cluster, more, action in (
+        ("worker", SYNC, (), "group 0 starts again (incarnation 1)"),
+        ("server", twice, ("--job", str(runner.folder / "server")), "its second copy goes on"),
+    ):
+        words = ("before", "--once", str(runner.folder / f"{name}-once"), *more)
+        ended = runner.run(cluster, PROGRAM, *words, extra="on_failure: kContinue restarts: 2", name=name)
+        assert ended.report["incidents"][0]["action"].startswith(action)
+        assert not [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
 
 
-def test_the_second_copy_of_a_server_has_the_changes(runner: JobRunner) -> None:
-    cluster = f"{SYNC} transport: kTcp"
-    undisturbed = runner.run(cluster, PROGRAM, "before", name="undisturbed").final
-    once, job = runner.folder / "once", runner.folder / "job"
-    words = ("before", "--once", str(once), "--job", str(job))
-    ended = runner.run(f"{cluster} replicas: 2", PROGRAM, *words, extra="on_failure: kContinue restarts: 2")
-    assert ended.report["incidents"][0]["action"].startswith("its second copy goes on")
-    assert not [name for name, value in undisturbed.items() if not torch.equal(value, ended.final[name])]
-
-
+@soak_only
 def test_asynchronous_groups_have_the_changes_in_their_result(runner: JobRunner) -> None:
     """Weights that every group clamps behind each of its steps: only a last step of another group is not clamped."""
     final = runner.run("nworker_groups: 2 nserver_groups: 2", PROGRAM, "after").final

@@ -11,10 +11,15 @@ import pytest
 from free_ports import free_port
 from job_runner import DOWNPOUR, JobRunner
 from prometheus_client.parser import text_string_to_metric_families
+from soak_cases import soak_only
 from unit_hosts import Job
 from wait_limit import ended_after
 
+from tests.support.recorded_jobs import history
+from topotrain.core.events import StepDone
 from topotrain.launch.log_lines import without_stamps
+from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader
+from topotrain.tools.recording.recording_file import FILE, read_recording
 
 pytestmark = pytest.mark.journey
 
@@ -76,7 +81,7 @@ def test_all_exports_at_once(runner: JobRunner, monkeypatch: pytest.MonkeyPatch)
     assert "status: 3" in (metric.parents[2] / "meta.yaml").read_text()
 
 
-def test_unit_0_exports_the_curves_of_all_units(runner: JobRunner) -> None:
+def test_unit_0_records_and_exports_the_curves_of_all_units(runner: JobRunner) -> None:
     """Each unit is started with the same options, as by a launcher."""
     url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
     job = Job(runner, APART, "ledger.py", ["--epochs", "4", "--step-s", "0.03"], [None] * 3, url)
@@ -87,6 +92,15 @@ def test_unit_0_exports_the_curves_of_all_units(runner: JobRunner) -> None:
     lines = [json.loads(line) for line in (job.workspace / "curves.jsonl").read_text().splitlines()]
     for who in ("worker 0/0", "worker 1/0"):
         assert any((line["process"], line["name"]) == (who, "loss") for line in lines), who
+    timed = list(read_recording(job.workspace / FILE))
+    assert [type(each.event) for each in timed].count(RecordingHeader) == 1
+    assert timed[-1].event == RecordingEnd(0)
+    # While the job runs, and not only with the reports at its end.
+    steps = [each for each in timed if isinstance(each.event, StepDone) and each.event.who == "worker 1/0"]
+    assert len(steps) > 1 and steps[0].at < timed[-1].at - 1.0
+    report = json.loads((job.folder / "report-0.json").read_text())
+    assert max(each["step"] for each in history(*timed).summary()["workers"]) == report["steps"]
+    assert not list(job.workspace.glob("events*.tmp"))
 
 
 def test_logs_have_time_and_name_and_topotrains_words(runner: JobRunner) -> None:
@@ -105,6 +119,7 @@ def test_logs_have_time_and_name_and_topotrains_words(runner: JobRunner) -> None
             assert "\ntrained\n" in own and stamps == sorted(stamps)
 
 
+@soak_only
 def test_a_level_silences_the_notices_of_a_script(runner: JobRunner) -> None:
     """One without steps, which is noticed else."""
     for level, said in (("WARNING", True), ("ERROR", False)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, PROGRAMS, JobRunner
 from killed_jobs import resumed, terminated, terminated_again
+from soak_cases import soak_only
 from unit_hosts import HostNetwork, Job, wait
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -23,7 +24,7 @@ def islands(count: int, sync_freq: int = 4, servers: int = 1) -> str:
     return f"{apart} sync_freq: {sync_freq} transport: kTcp {MEAN}"
 
 
-def test_eight_islands_become_three_and_then_one_synchronous_group(runner: JobRunner) -> None:
+def test_eight_islands_become_one_synchronous_group_and_then_three_islands(runner: JobRunner) -> None:
     """Each of the first two jobs is asked to end in the middle of an epoch, and of a round."""
     extra, epochs = "reduce: kSum", 6
     words = ("ledger", "--epochs", str(epochs), "--at")
@@ -31,7 +32,7 @@ def test_eight_islands_become_three_and_then_one_synchronous_group(runner: JobRu
     first = latest(workspace)
     assert code == 143 and first is not None, said
     confs = []
-    for name, cluster in (("three", islands(3)), ("together", ALLREDUCE)):
+    for name, cluster in (("together", ALLREDUCE), ("three", islands(3))):
         conf = runner.folder / f"{name}.conf"
         conf.write_text(f'name: "job"\n{extra}\ncluster {{ {cluster} workspace: "{workspace}" }}\n')
         confs.append(str(conf))
@@ -66,6 +67,7 @@ def test_a_ninth_island_comes_and_no_other_one_waits_for_it(runner: JobRunner) -
     assert any(8 in each["groups"] for each in rounds["last"])
 
 
+@soak_only
 def test_an_outer_server_without_a_second_copy_dies_and_no_batch_is_lost(runner: JobRunner) -> None:
     """The job goes on from its snapshot."""
     words = (str(runner.folder / "job"), "server 0/1", "1", "4", "snapshot")

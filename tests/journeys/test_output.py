@@ -25,9 +25,9 @@ LINES = 150_000  # 15 MB in each epoch
 
 
 @contextmanager
-def talking(runner: JobRunner, *args: str, options: tuple[str, ...] = ()) -> "Iterator[subprocess.Popen[bytes]]":
+def talking(runner: JobRunner, *args: str) -> "Iterator[subprocess.Popen[bytes]]":
     """A job whose main worker prints more than anything keeps."""
-    command = replace(runner, warm_at="").command(ALLREDUCE, "talk.py", str(LINES), *args, options=options)
+    command = replace(runner, warm_at="").command(ALLREDUCE, "talk.py", str(LINES), *args)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=runner.folder, **pipes) as job:
         try:
@@ -66,17 +66,7 @@ def test_a_slow_reader_gets_every_line(runner: JobRunner):
     assert without_stamps(log).decode().splitlines()[1:] == found
 
 
-def test_ctrl_c_ends_a_job_whose_output_is_not_read(runner: JobRunner):
-    with talking(runner, "forever", options=("--quiet",)) as job, ended_after(60):
-        stop_reading(runner, job, pid_of_main(job))
-        job.send_signal(signal.SIGINT)
-        err = job.stderr.read().decode()
-        assert job.wait() == 130
-    assert "ended by SIGINT" in err
-    assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
-
-
-def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
+def test_a_death_is_noticed_and_ctrl_c_ends_the_job_while_the_output_is_not_read(runner: JobRunner):
     with talking(runner, "forever") as job, ended_after(60):
         main = pid_of_main(job)
         stop_reading(runner, job, main)
@@ -84,6 +74,11 @@ def test_a_death_is_noticed_while_the_output_is_not_read(runner: JobRunner):
         heard = ""
         while "was killed by SIGKILL" not in heard:
             heard += job.stderr.readline().decode()
+        job.send_signal(signal.SIGINT)
+        err = job.stderr.read().decode()
+        assert job.wait() == 130
+    assert "ended by SIGINT" in err
+    assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
 
 
 @pytest.mark.parametrize("streams", soaked(["<&- >&- 2>/dev/full"], [">/dev/full 2>&-", "2>&1 | read line"]))

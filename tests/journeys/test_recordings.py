@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from free_ports import free_port
 from job_runner import PROGRAMS, JobRunner
 from killed_jobs import resumed, terminated
-from unit_hosts import Job, wait
+from soak_cases import soak_only
+from unit_hosts import wait
 
 from tests.support.recorded_jobs import history, read_recording
 from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery.job_registry import Registry
-from topotrain.core.events import Output, StepDone
+from topotrain.core.events import Output
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
@@ -41,8 +41,12 @@ def watched(runner: JobRunner, workspace: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_recording_ends_as_the_report_and_a_second_run_begins_anew(runner: JobRunner) -> None:
-    ended = runner.run(DOWNPOUR, "steady.py", "--epochs", "2")
+def test_a_recording_and_the_store_end_as_the_report_and_a_second_run_begins_anew(
+    runner: JobRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOPOTRAIN_TOKEN", "11" * 32)
+    url = f"{(runner.folder / 'store').as_uri()}?job=night"
+    ended = runner.run(DOWNPOUR, "steady.py", "--epochs", "2", options=["--rendezvous", url])
     path = ended.workspace / FILE
     events = [timed.event for timed in read_recording(path)]
     assert isinstance(events[0], RecordingHeader) and events[-1] == RecordingEnd(0)
@@ -54,6 +58,12 @@ def test_a_recording_ends_as_the_report_and_a_second_run_begins_anew(runner: Job
     assert {each["pid"] for each in view["processes"]} == {
         each["pid"] for each in ended.report["processes"] if each["workers"] or each["servers"]
     }
+    record = Registry(open_store((runner.folder / "store").as_uri())).view("night")
+    assert record.state == "done" and record.summary is not None
+    assert (record.summary["state"], record.summary["step"]) == ("ended", ended.report["steps"])
+    words = [*runner.python, "-m", "topotrain", "jobs", "view", url]
+    out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert f"step {ended.report['steps']}, loss" in out
     runner.run(DOWNPOUR, "steady.py", "--epochs", "1")
     assert recorded(ended.workspace).summary()["step"] < summary["step"]
     assert [entry["kind"] for entry in recorded(ended.workspace).view()["story"]].count("ended") == 1
@@ -103,34 +113,7 @@ def test_a_resumed_job_goes_on_in_its_recording(runner: JobRunner) -> None:
     assert found.view()["story"][: len(before.view()["story"])] == before.view()["story"]
 
 
-def test_the_store_has_the_state_of_a_job(runner: JobRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TOPOTRAIN_TOKEN", "11" * 32)
-    url = f"{(runner.folder / 'store').as_uri()}?job=night"
-    ended = runner.run(DOWNPOUR, "steady.py", options=["--rendezvous", url])
-    record = Registry(open_store((runner.folder / "store").as_uri())).view("night")
-    assert record.state == "done" and record.summary is not None
-    assert (record.summary["state"], record.summary["step"]) == ("ended", ended.report["steps"])
-    words = [*runner.python, "-m", "topotrain", "jobs", "view", url]
-    out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
-    assert f"step {ended.report['steps']}, loss" in out
-
-
-def test_the_unit_that_leads_records_the_workers_of_all(runner: JobRunner) -> None:
-    url = f"tcp://127.0.0.1:{free_port()}?job=ledger"
-    job = Job(runner, DOWNPOUR, "ledger.py", ["--epochs", "4", "--step-s", "0.03"], [None] * 3, url)
-    job.run()
-    timed = list(read_recording(job.workspace / FILE))
-    assert [type(each.event) for each in timed].count(RecordingHeader) == 1
-    assert timed[-1].event == RecordingEnd(0)
-    # While the job runs, and not only with the reports at its end.
-    steps = [each for each in timed if isinstance(each.event, StepDone) and each.event.who == "worker 1/0"]
-    assert len(steps) > 1 and steps[0].at < timed[-1].at - 1.0
-    found = recorded(job.workspace)
-    report = json.loads((job.folder / "report-0.json").read_text())
-    assert max(each["step"] for each in found.summary()["workers"]) == report["steps"]
-    assert not list(job.workspace.glob("events*.tmp"))
-
-
+@soak_only
 def test_a_notebook_and_a_comparison_are_recorded(runner: JobRunner) -> None:
     text = f"""
 import sys

@@ -8,7 +8,7 @@ from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobR
 from killed_jobs import killed, resumed
 from process_pool import client
 from safetensors.torch import load_file
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 
@@ -28,20 +28,19 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("cluster", soaked([SANDBLASTER], [ALLREDUCE]))
 def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str) -> None:
     several = runner.run(cluster, "pair.py", "plain", "--calls", name="calls").final
-    one = runner.run(cluster, "pair.py", "plain", name="one").final
-    assert all(torch.equal(several[name], one[name]) for name in one)
     saved = runner.folder / "plain.safetensors"
     subprocess.run(
         [*client(runner.warm_at), str(PROGRAMS / "pair.py"), "plain", "--save", str(saved)], check=True, timeout=100
     )
-    assert far(one, load_file(saved)) < 1e-5
+    assert far(several, load_file(saved)) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("cluster", "after"),
     soaked(
-        [(SANDBLASTER, True), (HOGWILD, False)],
+        [(SANDBLASTER, True)],
         [
+            (HOGWILD, False),
             (ALLREDUCE, False),
             (DOWNPOUR, True),
             (SANDBLASTER, False),
@@ -78,12 +77,13 @@ def test_a_gan_goes_on_with_the_same_bits(runner: JobRunner, cluster: str) -> No
     assert not different, (found.version, different)
 
 
+@soak_only
 @pytest.mark.parametrize(
     "after",
-    soaked(
-        ["nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"],
-        ["nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"],
-    ),
+    [
+        "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true",
+        "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true",
+    ],
 )
 def test_every_step_counts_once_on_another_layout(runner: JobRunner, after: str) -> None:
     workspace = killed(runner, SYNC, "ledger", "snapshot_s: 0.1 reduce: kSum", program="pair.py")

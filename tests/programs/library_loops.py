@@ -3,7 +3,8 @@
 LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py); `net` and `plain` train a model, with
 and without random numbers and statistics of its own. The main worker writes to OUT how far the library's loop says it
 has come. `--die RANK:STEP` ends that worker once, as by SIGKILL, right behind the servers' step and before the
-library's own work. It prints `there` behind step `--at`.
+library's own work, and `RANK:STEP:validating` in a validation behind it; one after the other. Steps are those of the process. It prints
+`there` behind step `--at`.
 """
 
 import argparse
@@ -61,8 +62,7 @@ parser.add_argument("library", choices=["transformers", "accelerate", "lightning
 parser.add_argument("kind", choices=["ledger", "net", "plain"])
 parser.add_argument("out", type=Path)
 parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--die", default="")
-parser.add_argument("--validating", action="store_true", help="dies in a validation, at the end of an epoch")
+parser.add_argument("--die", nargs="*", default=[])
 parser.add_argument("--together", type=int, default=2, help="batches of a step")
 parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
 parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take longer")
@@ -80,20 +80,22 @@ RATE = float(TOGETHER) if LEDGER else 0.05
 steps, still = 0, threading.Event()
 
 
-def die() -> None:
-    mark = given.out.with_suffix(".died")
-    rank, _, step = given.die.partition(":")
-    if given.die and tt.rank() == int(rank) and steps >= int(step) and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+def die(where: str = "") -> None:
+    for number, each in enumerate(given.die):
+        mark = given.out.with_suffix(f".died-{number}")
+        if not mark.exists():
+            rank, step, *at = each.split(":")
+            if [where] == (at or [""]) and tt.rank() == int(rank) and steps >= int(step):
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
 
 
 def stepped(*_: Any) -> None:
     global steps
     steps += 1
     still.wait(0.1 if tt.rank() == given.slow else 0.01)  # computing, in place of a larger model
-    if not given.validating:
-        die()
+    die()
     if steps == given.at:
         print("there", flush=True)
 
@@ -122,8 +124,7 @@ def with_transformers() -> None:
             self.begun += 1
 
         def on_evaluate(self, *_: Any, **more: Any) -> None:
-            if given.validating:
-                die()
+            die("validating")
 
         def state(self) -> dict[str, Any]:
             return {"args": {}, "attributes": {"begun": self.begun}}
@@ -207,8 +208,7 @@ def with_lightning() -> None:
 
         def on_validation_epoch_end(self, trainer: Any, _: Any) -> None:
             if not trainer.sanity_checking:
-                if given.validating:
-                    die()
+                die("validating")
                 self.validated.append(trainer.global_step)
 
         def state_dict(self) -> dict[str, Any]:
