@@ -8,8 +8,10 @@ from pathlib import Path
 import outside_project
 import pytest
 from outside_checks import CHECKS
+from soak_cases import soak_only
 
 
+@soak_only
 @pytest.mark.journey
 @pytest.mark.skipif(find_spec("hatchling") is None, reason="hatchling is not installed: pip install 'topotrain[dev]'")
 def test_the_short_form_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from soak_cases import soak_only
 
 from benchmarks import __main__ as bench
 from benchmarks.harness import Figure, absent, interleave, row
@@ -59,6 +60,7 @@ def test_unknown_tables_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert all(Path(bench.__file__).with_name(f"{name}.py").exists() for name in bench.TABLES)
 
 
+@soak_only
 @pytest.mark.journey
 def test_a_job_takes_orders_and_a_side_that_has_ended_says_so() -> None:
     with Sides() as sides:

@@ -14,16 +14,14 @@ EQUAL = (
     ("state=delete hooks=post_after end=scale average=swa", "allreduce"),
     ("state=empty end=best gradients=autograd data=second_uneven", "allreduce"),
     ("state=read_own gradients=vmap", "allreduce"),
-    ("gradients=func", "allreduce"),
-    ("gradients=set", "allreduce"),
     ("flow=no_graph", "allreduce"),
     ("flow=no_backward", "allreduce"),
     ("model=compiled data=processes", "sandblaster"),
     ("accumulation=three data=stream scheduler=step", "tcp"),
     ("gradients=two clipping=norm optimizer=groups data=sampler", "sandblaster"),
     ("scaler=scaler flow=break scheduler=cosine optimizer=momentum", "memory"),
-    ("data=collated", "sandblaster"),
-    ("data=whole_batches", "allreduce"),
+    ("gradients=func data=collated", "sandblaster"),
+    ("gradients=set data=whole_batches", "allreduce"),
     ("writes=numpy_step silent=stale", "island"),
 )
 REFUSED = tuple(

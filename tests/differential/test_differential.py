@@ -15,8 +15,8 @@ from tests.differential.found import EQUAL, FOUND_LIBRARY, REFUSED, REFUSED_ALIK
 from tests.differential.runs import LAYOUTS, Bench, InvalidScript
 
 pytestmark = pytest.mark.journey
-FIXED = range(30 if SOAK else 8)
-FIXED_LIBRARY = range(12 if SOAK else 3)
+FIXED = range(30 if SOAK else 5)
+FIXED_LIBRARY = range(12 if SOAK else 2)
 FRESH = [random.SystemRandom().randrange(10**6, 10**9) for _ in range(5 if SOAK else 2)]
 
 

@@ -63,6 +63,7 @@ def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, se
     assert "auto:" not in said and "measuring" not in said
 
 
+@soak_only
 def test_the_best_layouts_are_tried(shells: Shells) -> None:
     words = ("advise", "--probe", probe_in(shells.folder), "--hosts", "2", "--link", "1gbit,1ms", "--sync")
     more = ("--within", "1s", "--try", "1", "--json", STEADY, "--epochs", "100000")

@@ -59,6 +59,7 @@ def test_a_script_sees_the_interpreter_and_stdin_of_python(runner: JobRunner) ->
     assert (runner.folder / "job" / "final.safetensors").exists()
 
 
+@soak_only
 def test_an_exception_that_is_not_caught_is_for_the_hook_of_the_script(runner: JobRunner) -> None:
     said, plain = compare(runner, (), "hook")
     assert plain == "hook: LookupError lost\n" and plain in said

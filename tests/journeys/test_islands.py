@@ -44,6 +44,7 @@ def test_eight_islands_become_one_synchronous_group_and_then_three_islands(runne
     assert torch.equal(cells, torch.full_like(cells, epochs)), cells
 
 
+@soak_only
 def test_a_ninth_island_comes_and_no_other_one_waits_for_it(runner: JobRunner) -> None:
     """Each of the eight makes steps while it is started, and while it makes its first steps: more than in a round."""
     program = ("counted.py", str(runner.folder), "1600", "2", "8")

@@ -56,17 +56,22 @@ def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: 
 KEPT = ("counted", "seen", "logs", "batches")
 
 
-@pytest.mark.parametrize("library", libraries("transformers"))
-def test_a_group_starts_again_behind_a_step_and_in_a_validation_and_ends_with_the_same_bits(
-    library_runner: JobRunner, library: str
+@pytest.mark.parametrize(
+    ("library", "death"),
+    soaked(
+        [("transformers", "1:17")],
+        [("accelerate", "1:17"), *((library, "0:24:validating") for library in ("transformers", "lightning"))],
+    ),
+)
+def test_a_group_starts_again_behind_a_step_or_in_a_validation_and_ends_with_the_same_bits(
+    library_runner: JobRunner, library: str, death: str
 ) -> None:
     """The process dies between the servers' step and that of the schedule.
 
     A validation at the end of an epoch that was interrupted runs again. accelerate has none.
     """
-    deaths = ["1:17"] if library == "accelerate" else ["1:17", "0:1:validating"]
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "plain")
-    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", *deaths, deaths=len(deaths))
+    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", death, deaths=1)
     assert not different(plain, ended)
     for name in ("evaluated", "validated"):
         assert found.get(name, [12, 24, 36]) == [12, 24, 36]

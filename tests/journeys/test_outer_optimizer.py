@@ -61,12 +61,10 @@ def test_a_job_that_was_asked_to_end_or_has_lost_a_server_ends_with_the_same_bit
     assert incident["who"] == "server 0/1" and "second copy" in incident["action"]
 
 
-def test_the_way_of_merging_and_the_fragments_may_change_with_a_snapshot(runner: JobRunner) -> None:
-    radial = PAIR.replace(DELAYED, NESTEROV)
-    fragments = "fragments: 4 overlap: 1 compression: kE3M0 transport: kTcp"
-    workspace = killed(
-        runner, f"{radial.replace('sync_freq: 5', 'sync_freq: 8')} {fragments}", "net", "snapshot_s: 0.1"
-    )
+def test_the_way_of_merging_fragments_may_change_with_a_snapshot(runner: JobRunner) -> None:
+    fragments = "sync_freq: 8 fragments: 4 overlap: 1 compression: kE3M0 transport: kTcp"
+    radial = PAIR.replace(DELAYED, NESTEROV).replace("sync_freq: 5", fragments)
+    workspace = killed(runner, radial, "net", "snapshot_s: 0.1")
     found = latest(workspace)
     assert found is not None and found.version > 0
     conf = runner.folder / "other.conf"

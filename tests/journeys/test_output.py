@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import pytest
 from job_runner import ALLREDUCE, JobRunner
-from soak_cases import soaked
+from soak_cases import soak_only
 from wait_limit import ended_after
 
 from topotrain.launch.log_lines import without_stamps
@@ -81,7 +81,8 @@ def test_a_death_is_noticed_and_ctrl_c_ends_the_job_while_the_output_is_not_read
     assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
 
 
-@pytest.mark.parametrize("streams", soaked(["<&- >&- 2>/dev/full"], [">/dev/full 2>&-", "2>&1 | read line"]))
+@soak_only
+@pytest.mark.parametrize("streams", ["<&- >&- 2>/dev/full", ">/dev/full 2>&-", "2>&1 | read line"])
 def test_output_that_nothing_takes_ends_no_training(runner: JobRunner, streams: str):
     command = shlex.join(replace(runner, warm_at="").command(ALLREDUCE, "talk.py", "2000"))
     done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {streams}"], cwd=runner.folder, timeout=120)

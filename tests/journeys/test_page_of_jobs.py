@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,6 @@ from topotrain.launch.recovery.recovery_actions import (
     LEAVE,
     GroupRequest,
     ResizeRequest,
-    StopJob,
     TakeSnapshot,
 )
 from topotrain.tools.recording.recording_file import FILE
@@ -34,7 +33,6 @@ STATES = "return [...document.querySelectorAll('.process')].map((b) => b.dataset
 STATE = "document.querySelector(`[data-name='${arguments[0]}']`).dataset.state"
 EVENT = "return document.querySelector(`.event[data-kind=${arguments[0]}]`) !== null"
 COMPUTES = "return document.querySelectorAll('.process[data-state=computes]').length > 0"
-LONG = ("steady.py", "--epochs", "400", "--step-s", "0.05")
 
 
 @pytest.fixture
@@ -45,8 +43,18 @@ def browser() -> Iterator[Browser]:
         assert window.problems() == []
 
 
-def watched(runner: JobRunner, cluster: str, *program: str, extra: str = "") -> AbstractContextManager[WatchedJob]:
-    return watching(runner.command(cluster, *program, extra=extra, options=["--watch", "0"]), runner.folder)
+@contextmanager
+def running(runner: JobRunner, cluster: str, extra: str = "") -> Iterator[tuple["subprocess.Popen[bytes]", WatchedJob]]:
+    """A job that makes steps, and `topotrain watch` beside it."""
+    silent, recording = subprocess.DEVNULL, runner.folder / "job" / FILE
+    command = runner.command(cluster, "steady.py", "--epochs", "400", "--step-s", "0.05", extra=extra)
+    with subprocess.Popen(command, cwd=runner.folder, stdout=silent, stderr=silent) as launcher:
+        try:
+            waited_for(lambda: recording.exists() and b'"StepDone"' in recording.read_bytes())
+            with watching([*runner.python, "-m", "topotrain", "watch", "job"], runner.folder) as job:
+                yield launcher, job
+        finally:
+            launcher.kill()
 
 
 @soak_only
@@ -54,7 +62,8 @@ def watched(runner: JobRunner, cluster: str, *program: str, extra: str = "") -> 
 def test_each_framework_is_seen_while_it_runs_and_afterwards(
     runner: JobRunner, browser: Browser, cluster: str, processes: int
 ) -> None:
-    with watched(runner, cluster, "steady.py", "--epochs", "8", "--step-s", "0.05") as job:
+    command = runner.command(cluster, "steady.py", "--epochs", "8", "--step-s", "0.05", options=["--watch", "0"])
+    with watching(command, runner.folder) as job:
         browser.open(job.address)
         browser.wait("return document.querySelectorAll('.process').length === arguments[0]", processes)
         browser.wait(COMPUTES)
@@ -63,9 +72,23 @@ def test_each_framework_is_seen_while_it_runs_and_afterwards(
         assert job.end() == 0, job.said.read_text()
 
 
-def test_deaths_and_what_commands_ask_are_seen_until_the_job_is_stopped(runner: JobRunner, browser: Browser) -> None:
+@soak_only
+def test_workers_that_leave_and_join_are_seen(runner: JobRunner, browser: Browser) -> None:
+    count = "return document.querySelectorAll('.process[data-role=worker]').length === arguments[0]"
+    with running(runner, SANDBLASTER, "on_failure: kContinue") as (_, job):
+        browser.open(job.address)
+        for change, workers in ((LEAVE, 2), (JOIN, 3)):
+            browser.wait(COMPUTES)
+            ask(runner.folder / "job", ResizeRequest(change, 1))
+            browser.wait(count, workers)
+        browser.wait("return document.querySelectorAll(\".event[data-kind='resized']\").length === 2")
+        # It would go on asking the server, which ends before the window.
+        browser.driver.get("about:blank")
+
+
+def test_deaths_and_what_commands_ask_are_seen_until_the_launcher_is_lost(runner: JobRunner, browser: Browser) -> None:
     workspace = runner.folder / "job"
-    with watched(runner, DOWNPOUR, *LONG, extra="snapshot_s: 3600 on_failure: kContinue restarts: 9") as job:
+    with running(runner, DOWNPOUR, "snapshot_s: 3600 on_failure: kContinue restarts: 9") as (launcher, job):
         browser.open(job.address)
         assert "downpour" in browser.text("#job-framework").lower()
         browser.wait("return document.querySelectorAll('.process').length === 6")
@@ -85,13 +108,15 @@ def test_deaths_and_what_commands_ask_are_seen_until_the_job_is_stopped(runner: 
         ask(workspace, GroupRequest(JOIN, 1))
         browser.wait(EVENT, "joined")
         browser.wait(f"return ['computes', 'waits'].includes({STATE})", "worker 1/1")
-        ask(workspace, StopJob())
-        job.end()
-        browser.wait("return document.body.dataset.connection === 'recorded'")
+        launcher.kill()
+        browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
+        assert set(browser.script(STATES)) == {"dead"}
         # Longer than between two readings of a log: a server that is gone is asked for nothing.
         read = browser.script(f"return {readings}")
         browser.frames(2.5)
         assert browser.script(f"return {readings}") == read
+        # It would go on asking the server, which ends before the window.
+        browser.driver.get("about:blank")
 
 
 def _least_seconds_until_a_death_is_seen(job: WatchedJob, browser: Browser, workspace: Path) -> float:
@@ -105,33 +130,6 @@ def _least_seconds_until_a_death_is_seen(job: WatchedJob, browser: Browser, work
             browser.wait(f"return ['dead', 'restarts'].includes({STATE})", victim)
             seen.append(time.monotonic() - killed)
     return min(seen)
-
-
-def test_a_job_that_is_watched_from_outside_is_resized_and_loses_its_launcher(
-    runner: JobRunner, browser: Browser
-) -> None:
-    count = "return document.querySelectorAll('.process[data-role=worker]').length === arguments[0]"
-    command = runner.command(SANDBLASTER, *LONG, extra="on_failure: kContinue")
-    silent = subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=runner.folder, stdout=silent, stderr=silent) as launcher:
-        try:
-            recording = runner.folder / "job" / FILE
-            waited_for(lambda: recording.exists() and b'"StepDone"' in recording.read_bytes())
-            with watching([*runner.python, "-m", "topotrain", "watch", "job"], runner.folder) as job:
-                browser.open(job.address)
-                for change, workers in ((LEAVE, 2), (JOIN, 3)):
-                    browser.wait(COMPUTES)
-                    ask(runner.folder / "job", ResizeRequest(change, 1))
-                    browser.wait(count, workers)
-                browser.wait("return document.querySelectorAll(\".event[data-kind='resized']\").length === 2")
-                browser.wait(COMPUTES)
-                launcher.kill()
-                browser.wait("return document.getElementById('connection').textContent.startsWith('lost')")
-                assert set(browser.script(STATES)) == {"dead"}
-                # It would go on asking the server, which ends before the window.
-                browser.driver.get("about:blank")
-        finally:
-            launcher.kill()
 
 
 def test_two_jobs_of_a_folder_that_have_ended_are_shown_and_compared(runner: JobRunner, browser: Browser) -> None:

@@ -71,6 +71,7 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
     assert 2 in found.sharing
 
 
+@soak_only
 def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at: str) -> None:
     script(shells.folder, step="assert len(x) == 256; optimizer.step()")
     ended([probing(shells, served_at, "--quiet", "train.py")], [0])

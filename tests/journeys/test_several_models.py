@@ -25,7 +25,8 @@ def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return float((mine - theirs).norm() / theirs.norm())
 
 
-@pytest.mark.parametrize("cluster", soaked([SANDBLASTER], [ALLREDUCE]))
+@soak_only
+@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE])
 def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str) -> None:
     several = runner.run(cluster, "pair.py", "plain", "--calls", name="calls").final
     saved = runner.folder / "plain.safetensors"

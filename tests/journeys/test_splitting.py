@@ -67,7 +67,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", soaked(list(WAYS)[2:3], [*list(WAYS)[:2], *list(WAYS)[3:]]))
+@soak_only
+@pytest.mark.parametrize("way", WAYS)
 def test_other_ways_to_a_pipeline(runner: JobRunner, way: str) -> None:
     words, extra, cluster = WAYS[way]
     whole = runner.run("", "cut.py", *[word for word in words if word.startswith(("--no", "--loss"))], name="whole")

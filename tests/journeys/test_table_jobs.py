@@ -43,6 +43,7 @@ def test_stores_of_all_kinds_in_one_job(runner: JobRunner, cluster: str) -> None
     assert sum(server["rows"] for server in touched["servers"]) == touched["rows"]
 
 
+@soak_only
 def test_nobody_waits_at_a_barrier_for_a_worker_that_has_ended(runner: JobRunner) -> None:
     ended = runner.run("nworkers_per_group: 2", "keys.py", "barrier", code=1)
     assert "worker 0/1 ended while worker 0/0 waits for all workers at a barrier" in ended.err
@@ -55,6 +56,7 @@ def test_a_death_takes_a_job_with_tables_back_to_its_beginning(runner: JobRunner
     assert (incident["who"], incident["action"]) == ("worker 0/1", "the whole job starts again")
 
 
+@soak_only
 def test_a_layout_without_one_home_is_refused(runner: JobRunner) -> None:
     ended = runner.run(HOGWILD, "keys.py", code=2)
     assert "cluster.nserver_groups = 3: must be 1 in a job with tables" in ended.err

@@ -3,8 +3,8 @@
 LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py); `net` and `plain` train a model, with
 and without random numbers and statistics of its own. The main worker writes to OUT how far the library's loop says it
 has come. `--die RANK:STEP` ends that worker once, as by SIGKILL, right behind the servers' step and before the
-library's own work, and `RANK:STEP:validating` in a validation behind it; one after the other. Steps are those of the process. It prints
-`there` behind step `--at`.
+library's own work, and `RANK:STEP:validating` in a validation behind it; of several, one after the other. Steps are
+those of the process. It prints `there` behind step `--at`.
 """
 
 import argparse
