@@ -15,11 +15,11 @@ from soak_cases import soak_only
 from unit_hosts import Job
 from wait_limit import ended_after
 
-from tests.support.recorded_jobs import history
+from tests.support.recorded_jobs import history, read_recording
 from topotrain.core.events import StepDone
 from topotrain.launch.log_lines import without_stamps
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader
-from topotrain.tools.recording.recording_file import FILE, read_recording
+from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = pytest.mark.journey
 

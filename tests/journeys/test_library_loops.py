@@ -57,21 +57,26 @@ KEPT = ("counted", "seen", "logs", "batches")
 
 
 @pytest.mark.parametrize(
-    ("library", "death"),
+    ("library", "deaths"),
     soaked(
-        [("transformers", "1:17")],
-        [("accelerate", "1:17"), *((library, "0:24:validating") for library in ("transformers", "lightning"))],
+        [("transformers", ["1:14", "1:1"])],
+        [
+            ("transformers", ["0:24:validating"]),
+            ("accelerate", ["1:14", "1:1"]),
+            ("lightning", ["1:14", "1:1"]),
+            ("lightning", ["0:24:validating"]),
+        ],
     ),
 )
 def test_a_group_starts_again_behind_a_step_or_in_a_validation_and_ends_with_the_same_bits(
-    library_runner: JobRunner, library: str, death: str
+    library_runner: JobRunner, library: str, deaths: list[str]
 ) -> None:
-    """The process dies between the servers' step and that of the schedule.
+    """The process dies between the servers' step and that of the schedule, also twice in one epoch.
 
     A validation at the end of an epoch that was interrupted runs again. accelerate has none.
     """
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "plain")
-    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", death, deaths=1)
+    ended, found = run(library_runner, SYNC, "job", library, "plain", "--die", *deaths, deaths=len(deaths))
     assert not different(plain, ended)
     for name in ("evaluated", "validated"):
         assert found.get(name, [12, 24, 36]) == [12, 24, 36]

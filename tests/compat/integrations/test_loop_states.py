@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,13 @@ def schedule(kind: str = "lambda") -> Any:
     made = StepLR(optimizer, 1, gamma=0.5) if kind == "step" else LambdaLR(optimizer, lambda step: 1.0 - step / 100)
     optimizer.step()
     return made
+
+
+@dataclass
+class TrainerState:
+    """As that of transformers."""
+
+    global_step: int = 0
 
 
 def trainer_loop(made: Any, *, saved_at: int = 20, batches: int = 10, together: int = 2, most: int = -1) -> TrainerLoop:
@@ -91,6 +99,22 @@ def test_the_schedule_stands_at_the_trainers_step() -> None:
         loop._trainer.state.global_step += 1
         loop.align_schedule()
         assert rate(made) == pytest.approx(expected), "once in an epoch"
+
+
+def test_a_second_death_in_an_epoch_finds_where_the_schedule_stood_before_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(external_loop, "steps_so_far", lambda: 23)
+    made = schedule()
+    for _ in range(22):
+        made.step()
+    loop = trainer_loop(made)
+    loop._trainer.full_state = lambda: TrainerState()
+    loop._trainer.state.global_step = 23
+    loop.epoch_begins()
+    assert loop.state_dict()["schedule"] == 0  # it died before the schedule's step
+    loop.align_schedule()
+    assert loop.state_dict()["schedule"] == 0
 
 
 @pytest.mark.journey

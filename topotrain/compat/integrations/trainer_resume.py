@@ -31,9 +31,11 @@ class TrainerLoop(external_loop.LoopState):
 
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        # Before the schedule is aligned, it may lag behind by the step that the process died in.
+        lead = getattr(trainer.lr_scheduler, "last_epoch", 0) - trainer.state.global_step
         return {
             "trainer": json.dumps(asdict(trainer.full_state()), default=_plain),
-            "schedule": getattr(trainer.lr_scheduler, "last_epoch", 0) - trainer.state.global_step,
+            "schedule": lead if self._lead is None else self._lead,
             "steps": external_loop.steps_so_far(),
             "batches": self.batches,
         }
