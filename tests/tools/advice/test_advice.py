@@ -21,6 +21,7 @@ from topotrain.tools.advice.advice_text import explain, job_text
 from topotrain.tools.advice.candidate import OWN, Candidate, LeftOut
 from topotrain.tools.advice.trial_runs import Trial
 from topotrain.tools.cli.performance.advise_command import trials_of
+from topotrain.tools.prediction import rehearsal
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
@@ -80,9 +81,6 @@ def test_a_layout_is_marked_by_what_it_changes_and_needs() -> None:
     assert "local steps" in marks["DiLoCo (rounds of 50 steps)"]
     hidden = candidates(job=replace(BARE, grads=Grads.kHidden))
     assert {each.needs for each in hidden} == {"", "hidden gradients, applied on arrival"}
-
-
-def test_sync_leaves_what_computes_the_same() -> None:
     exact = [each.label for each in candidates() if not each.changes]
     assert sorted(each.candidate.label for each in advised(sync=True).rehearsed) == sorted(exact)
 
@@ -126,9 +124,7 @@ def test_the_block_of_the_job_is_a_candidate_and_its_other_fields_are_kept() -> 
     assert OWN in found[1].label and found[1].job == own
     assert all((each.job.name, each.job.grads) == ("mine", Grads.kHidden) for each in found)
     assert all(each.job.cluster.nservers_per_group != 3 for each in found if each.job != own)
-
-
-def test_a_combination_that_a_job_refuses_is_told_and_not_rehearsed() -> None:
+    # A combination that a job refuses is told, and not rehearsed.
     own = Job(grads="kHidden", apply="kOnArrival", cluster=Cluster(nworkers_per_group=2))  # type: ignore[arg-type]
     found, left_out = collected(job=own)
     assert any("cluster.outer" in each.why for each in left_out)
@@ -149,9 +145,6 @@ def test_a_straggler_is_a_host_and_all_its_workers() -> None:
         }
         assert slow == ({1} if each.used == 8 else set()), each.label
         each.machines.topology(each.job)
-
-
-def test_a_straggler_that_no_host_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="--straggler = 8: must be the number of a host, 0 to 7"):
         candidates(replace(EIGHT, stragglers={8: 2.0}))
     with pytest.raises(ConfigError, match="--straggler = 2: must be the number of a worker, 0 to 1"):
@@ -165,9 +158,10 @@ def test_a_straggler_that_no_host_has_is_refused() -> None:
     ("mbit", "stragglers", "cores"), [(20.0, {}, None), (10_000.0, {1: 4.0}, None), (10_000.0, {}, 3)]
 )
 def test_no_rehearsed_layout_is_faster_than_its_bound(
-    mbit: float, stragglers: dict[int, float], cores: int | None
+    mbit: float, stragglers: dict[int, float], cores: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the product's own servers in virtual time, on a small model."""
+    monkeypatch.setattr(rehearsal, "MEASURED", ((1 << 20, 6),))
     machines = Machines(hosts=2, cores=cores, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
     probe = replace(timed_probe(elements=4000, batch=12), sharing={2: 2.0})
     compared = 0
@@ -266,10 +260,7 @@ def test_the_winner_is_the_fastest_and_sync_gives_another_one() -> None:
     assert first.candidate.needs and first.is_exact and not exact.winner.candidate.needs
     said = " ".join(explain(exact).split())
     assert f"if the script allows hidden gradients, applied on arrival: {first.samples_per_s:,.0f} samples/s" in said
-
-
-def test_of_equally_fast_layouts_the_one_that_changes_nothing_is_taken() -> None:
-    # On one host, without a link, everything is computing.
+    # On one host, without a link, everything is computing. Of equally fast layouts the exact one is taken.
     found = advised(Machines(hosts=1))
     best = max(each.samples_per_s for each in found.rehearsed)
     assert any(each.candidate.changes and each.samples_per_s == best for each in found.rehearsed)
@@ -334,7 +325,7 @@ def test_the_text_has_a_row_and_a_reason_for_each_layout_and_the_verdict() -> No
         assert len(line) <= 120, line
 
 
-def test_the_winners_file_is_a_job_with_comments() -> None:
+def test_the_winners_file_is_a_job_with_comments_and_the_data_is_complete() -> None:
     job = Job(name="mine", program="train.py", args=("--epochs", "3"), cluster=Cluster(auto=True))
     found = advised(job=job)
     text = job_text(found)
@@ -343,10 +334,6 @@ def test_the_winners_file_is_a_job_with_comments() -> None:
     assert again == found.winner.candidate.job
     assert (again.name, again.program, again.args, again.cluster.auto) == ("mine", "train.py", ("--epochs", "3"), False)
     assert len(layout(again.cluster).units) == 8
-
-
-def test_the_data_is_json_and_complete() -> None:
-    found = advised()
     data = json.loads(json.dumps(found.as_data()))
     assert data["hosts"] == 8
     assert len(data["candidates"]) == len(found.rehearsed)

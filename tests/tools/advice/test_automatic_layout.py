@@ -20,57 +20,31 @@ from topotrain.tools.cli import app
 from topotrain.tools.cli.run import chosen
 
 AUTO = Job(name="a", program="train.py", cluster=Cluster(auto=True, workspace="w"))
-OTHERS = {
-    **dict.fromkeys(("nworker_groups", "nworkers_per_group", "nservers_per_group", "sync_freq", "n_push"), "2"),
-    **dict.fromkeys(
-        ("nworkers_per_procs", "nservers_per_procs", "n_fetch", "replicas", "backup", "max_staleness"), "2"
-    ),
-    "nserver_groups": "0",
-    "server_worker_separate": "true",
-    "shares": "[1]",
-    "agreement": "kGossip",
-    "moving_rate": "0.5",
-    "engine": "kGloo",
-    "algorithm": "kRing",
-    "compression": "kInt8",
-    "compression_ratio": "0.5",
-    "weigh": "kEqual",
-    "fragments": "2",
-    "overlap": "1",
-    "keep": "kDrop",
-    "blend": "0.1",
-    "quorum": "1",
-    "slack": "0.1",
-    "merge": "kRadial",
-    "pace": "kTime",
-}
+OTHERS = (
+    "nworker_groups: 2, nworkers_per_group: 2, nservers_per_group: 2, sync_freq: 2, n_push: 2, nworkers_per_procs: 2, "
+    "nservers_per_procs: 2, n_fetch: 2, replicas: 2, backup: 2, max_staleness: 2, nserver_groups: 0, "
+    "server_worker_separate: true, shares: [1], agreement: kGossip, moving_rate: 0.5, engine: kGloo, algorithm: kRing, "
+    "compression: kInt8, compression_ratio: 0.5, weigh: kEqual, fragments: 2, overlap: 1, keep: kDrop, blend: 0.1, "
+    "quorum: 1, slack: 0.1, merge: kRadial, pace: kTime"
+)
 """Another value than the default for each field of a layout but `outer`."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_field_that_it_decides_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        job_file.loads("cluster { auto: true }", overrides=[f"cluster.{name}={OTHERS[name]}"])
-    assert refused.value.field == f"cluster.{name}"
-
-
-def test_an_outer_optimizer_is_refused() -> None:
+def test_what_it_decides_is_refused_by_name() -> None:
+    others = dict(each.split(": ") for each in OTHERS.split(", "))
+    for name, value in others.items():
+        with pytest.raises(ConfigError) as refused:
+            job_file.loads("cluster { auto: true }", overrides=[f"cluster.{name}={value}"])
+        assert refused.value.field == f"cluster.{name}"
     outer = "outer { type: kNesterov momentum: 0.9 learning_rate { type: kFixed base_lr: 0.7 } }"
     with pytest.raises(ConfigError, match=r"cluster\.outer.*left out with auto: true"):
         job_file.loads(f"cluster {{ auto: true {outer} }}")
-    assert {*OTHERS, "outer"} == set(LAYOUT_FIELDS)
-
-
-@pytest.mark.parametrize("more", ["placement: kAuto", "partition { match: 'a' }", "start_groups: 1"])
-def test_fields_of_the_job_that_need_a_layout_are_refused(more: str) -> None:
-    with pytest.raises(ConfigError, match=r"(partition|placement|start_groups).*with cluster\.auto"):
-        job_file.loads(f"cluster {{ auto: true }} grads: kHidden {more}")
-
-
-def test_a_cluster_without_a_layout_cannot_be_laid_out() -> None:
-    with pytest.raises(
-        ConfigError, match=r"cluster\.auto = true: has no layout before it is measured: `topotrain run`"
-    ):
+    assert {*others, "outer"} == set(LAYOUT_FIELDS)
+    for more in ("placement: kAuto", "partition { match: 'a' }", "start_groups: 1"):
+        with pytest.raises(ConfigError, match=r"(partition|placement|start_groups).*with cluster\.auto"):
+            job_file.loads(f"cluster {{ auto: true }} grads: kHidden {more}")
+    words = r"cluster\.auto = true: has no layout before it is measured: `topotrain run`"
+    with pytest.raises(ConfigError, match=words):
         layout(AUTO.cluster)
 
 
@@ -152,27 +126,19 @@ def test_workers_are_as_many_as_the_batch_and_the_memory_allow(chooses, samples:
     assert max(job.cluster.nworkers_per_group for job in machine.ran) == most
 
 
-def test_a_program_without_a_loader_is_compared_by_its_steps(chooses) -> None:  # type: ignore[no-untyped-def]
+def test_a_program_without_a_loader_is_compared_by_its_steps_and_a_short_or_failing_one_not(chooses) -> None:  # type: ignore[no-untyped-def]
     found = chooses(Machine({1: 10.0, 2: 9.0}, samples=0))
     assert found.explain().startswith("auto: in-memory Sandblaster, 2 workers, 2 servers: 18 steps/s, measured here")
-
-
-def test_a_program_that_is_too_short_to_compare_has_one_worker(chooses) -> None:  # type: ignore[no-untyped-def]
     machine = Machine({})
     found = chooses(machine)
     assert len(machine.ran) == 1
     assert found.job.cluster == replace(AUTO.cluster, auto=False)
     assert "because nothing could be compared: too short" in found.explain()
-
-
-def test_a_program_that_fails_is_refused_after_its_first_run(chooses) -> None:  # type: ignore[no-untyped-def]
     machine = Machine({}, failure="it failed: no data")
     with pytest.raises(ConfigError, match=r"program = 'train\.py': it failed: no data"):
         chooses(machine)
     assert len(machine.ran) == 1
-
-
-def test_a_job_with_a_layout_is_not_measured() -> None:
+    # A job with a layout is not measured.
     job = Job(program="gone.py", cluster=Cluster(nworkers_per_group=2))
     assert chosen(job, "") is job
 

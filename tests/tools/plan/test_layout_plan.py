@@ -35,23 +35,12 @@ def planned(cluster: Cluster) -> LayoutPlan:
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
-def test_the_named_frameworks(name: str) -> None:
+def test_every_server_group_of_the_named_frameworks_owns_every_element(name: str) -> None:
     cluster, units = FRAMEWORKS[name]
-    found = plan(Job(cluster=cluster))
-    assert found.as_data()["nprocs"] == units
-    assert set(found.as_data()) == {"nprocs", "units", "server_group_of_worker_group"}
-    assert name in found.explain()
-    assert "elements" not in found.explain()
-
-
-def test_counts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ConfigError, match="nworkers_per_procs"):
-        plan(Job(cluster=Cluster(nworkers_per_group=3, nworkers_per_procs=2)))
-
-
-@pytest.mark.parametrize("name", FRAMEWORKS)
-def test_every_server_group_owns_every_element(name: str) -> None:
-    cluster, _ = FRAMEWORKS[name]
+    bare = plan(Job(cluster=cluster))
+    assert bare.as_data()["nprocs"] == units
+    assert set(bare.as_data()) == {"nprocs", "units", "server_group_of_worker_group"}
+    assert name in bare.explain() and "elements" not in bare.explain()
     data = planned(cluster).as_data()
     for group in range(cluster.nserver_groups):
         owned = [share for share in data["slices"] if share["server"][0] == group]
@@ -68,7 +57,7 @@ def test_without_servers_the_homes_are_shown() -> None:
     assert data["slices"][0]["elements"] == FLOAT32 + FLOAT64
 
 
-def test_memory_of_a_worker() -> None:
+def test_memory_counts_what_each_process_holds() -> None:
     job = Job(cluster=FRAMEWORKS["Sandblaster"][0])
     visible = plan(job, MODEL).memory[0]
     hidden = plan(replace(job, grads=Grads.kHidden), MODEL).memory[0]
@@ -78,9 +67,6 @@ def test_memory_of_a_worker() -> None:
     assert hidden.staging == 4 * FLOAT32
     assert visible.state == 0
     assert visible.total == visible.values + visible.gradients + visible.staging
-
-
-def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
     found = planned(FRAMEWORKS["Downpour"][0])
     server = next(memory for memory in found.memory if str(memory.resident) == "server 0/1")
     assert server.unit == 5
@@ -88,9 +74,7 @@ def test_memory_of_a_server_counts_its_contributors_and_the_optimizer() -> None:
     assert server.state == 2 * server.values  # Adam
     hogwild = planned(FRAMEWORKS["Distributed Hogwild"][0])
     assert hogwild.memory[-1].staging == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
-
-
-def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
+    # The second copy of another server.
     cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3, transport=TransportChoice.kTcp)
     alone = [memory.total for memory in planned(cluster).memory[3:]]
     twice = planned(replace(cluster, replicas=2))
@@ -99,6 +83,15 @@ def test_memory_of_a_server_counts_the_second_copy_of_another_one() -> None:
     assert not any(memory.second for memory in twice.memory[:3])
     assert "second MB" in twice.explain()
     assert "second MB" not in planned(cluster).explain()
+    # In a collective, in parts of one server's size: three parts' pushes and means, what comes up and down, and the
+    # worker's own.
+    for settings, copies in (
+        ({"algorithm": "kRing"}, [1 + 6 + 4] * 3),
+        ({"algorithm": "kNaive"}, [1 + 12, 1 + 6, 1 + 6]),
+        ({"engine": "kGloo"}, [1, 1, 1]),
+    ):
+        servers = planned(Cluster(nworkers_per_group=3, nservers_per_group=3, **settings)).memory[3:]  # type: ignore[arg-type]
+        assert [memory.staging / memory.values for memory in servers] == copies
 
 
 def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_run() -> None:
@@ -111,18 +104,6 @@ def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_ru
     assert plan(cut).slices is None, "without a program the number is not known"
     with pytest.raises(ConfigError, match="must be at most 3"):
         plan(replace(cut, cluster=replace(cut.cluster, fragments=4)), MODEL)
-
-
-def test_memory_of_a_collective_counts_what_is_passed_on() -> None:
-    """In parts of one server's size: three parts' pushes and means, what comes up and down, and the worker's own."""
-
-    def copies(**settings: str) -> list[float]:
-        found = planned(Cluster(nworkers_per_group=3, nservers_per_group=3, **settings)).memory[3:]  # type: ignore[arg-type]
-        return [memory.staging / memory.values for memory in found]
-
-    assert copies(algorithm="kRing") == [1 + 6 + 4] * 3
-    assert copies(algorithm="kNaive") == [1 + 12, 1 + 6, 1 + 6]
-    assert copies(engine="kGloo") == [1, 1, 1]
 
 
 def test_the_tables_name_every_process() -> None:

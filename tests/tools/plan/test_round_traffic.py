@@ -60,10 +60,6 @@ def test_bytes_are_those_of_the_encodings(compression: str, up: float, down: flo
     assert (found.server_bytes, found.server_sent) == (found.link.received, found.link.sent), "no worker is there"
 
 
-def test_fragments_change_no_byte_of_a_round() -> None:
-    assert traffic(fragments=2, quorum=1) == traffic()
-
-
 def test_the_seconds_of_a_round_and_the_shortest_step() -> None:
     """Both ways at once: the longer one counts."""
     link = traffic(compression="kE3M0", nservers_per_group=2, link=Link(bandwidth=100.0)).link
@@ -82,12 +78,11 @@ def test_servers_beside_workers_share_their_links_and_need_none_between_them() -
     assert (link.hosts, link.hosts_for_half) == (2, None)
     together = traffic(server_worker_separate=False, nworkers_per_procs=8).link
     assert (together.received, together.sent) == (0, 0)
-
-
-def test_a_group_pushes_once_and_each_of_its_workers_receives_all() -> None:
+    # A group pushes once, and each of its workers receives all. Fragments change no byte of a round.
     found = traffic(nworker_groups=4, nworkers_per_group=2)
     assert (found.worker_bytes, found.worker_received) == (2 * ELEMENTS, 4 * ELEMENTS)
     assert (found.link.received, found.link.sent) == (4 * 4 * ELEMENTS, 8 * 4 * ELEMENTS)
+    assert traffic(fragments=2, quorum=1) == traffic()
 
 
 def test_the_text_has_the_link_and_what_would_halve_it() -> None:
@@ -102,17 +97,13 @@ def test_the_text_has_the_link_and_what_would_halve_it() -> None:
     data = json.loads(json.dumps(found.as_data()))["round"]
     assert data["link"]["exchange_s"] == pytest.approx(0.3277, rel=0.01)
     assert data["encoding"] == "kE3M0 up, changes of the values as kBf16 down"
-
-
-@pytest.mark.parametrize("settings", [{}, {"link": Link(delay=50.0)}])
-def test_without_a_bandwidth_the_text_has_what_steps_of_a_second_need(settings: dict[str, Any]) -> None:
-    assert (
-        "a round moves 16.38 MB into the host with servers and 16.38 MB out of it. With steps of 1 s that is 2.62 "
-        "Mbit/s, with steps of 0.1 s ten times as much; with k servers on k hosts each carries a k-th"
-    ) in words(planned(**settings))
-
-
-def test_beside_workers_no_number_of_hosts_is_promised() -> None:
+    # Without a bandwidth the text has what steps of a second need.
+    for settings in ({}, {"link": Link(delay=50.0)}):
+        assert (
+            "a round moves 16.38 MB into the host with servers and 16.38 MB out of it. With steps of 1 s that is 2.62 "
+            "Mbit/s, with steps of 0.1 s ten times as much; with k servers on k hosts each carries a k-th"
+        ) in words(planned(**settings))
+    # Beside workers no number of hosts is promised.
     text = words(planned(server_worker_separate=False, nservers_per_group=2, link=Link(bandwidth=10.0)))
     assert "The link is full with steps shorter than 0.131 s" in text and "k-th" not in text and "half" not in text
 
@@ -137,17 +128,11 @@ def test_a_step_moves_gradients_up_and_values_down(settings: dict[str, Any], nby
     assert found.as_data()["step"]["nbytes"] == found.step.nbytes
 
 
-def test_a_compression_that_the_layout_refuses_is_not_offered() -> None:
+def test_a_compression_that_the_layout_refuses_is_not_offered_and_other_layouts_have_no_traffic() -> None:
     cluster = Cluster(nworkers_per_group=4, server_worker_separate=True, backup=1)
     step = plan(Job(cluster=cluster, grads=Grads.kHidden, per_worker_batch=True), MODEL).step
     assert step is not None
     assert (step.nbytes, step.by) == (4 * 4 * ELEMENTS, "")
-
-
-@pytest.mark.parametrize("settings", [{}, {"n_push": 2, "n_fetch": 2}, {"transport": "kShm", "nworkers_per_group": 2}])
-def test_without_a_link_in_each_step_there_is_no_traffic_of_one(settings: dict[str, Any]) -> None:
-    assert plan(Job(cluster=Cluster(**settings)), MODEL).step is None
-
-
-def test_other_layouts_have_no_rounds() -> None:
+    for settings in ({}, {"n_push": 2, "n_fetch": 2}, {"transport": "kShm", "nworkers_per_group": 2}):
+        assert plan(Job(cluster=Cluster(**settings)), MODEL).step is None  # type: ignore[arg-type]
     assert plan(Job(cluster=Cluster(nworkers_per_group=2)), MODEL).traffic is None
