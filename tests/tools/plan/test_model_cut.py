@@ -98,15 +98,11 @@ def test_a_batch_with_names_gives_what_the_forward_has() -> None:
     rows = [{"ids": torch.zeros(5), "labels": torch.zeros(5), "other": 1}] * 4
     found = inputs_of(Named(), DataLoader(rows, 2))  # type: ignore[arg-type]
     assert (found.args, sorted(found.kwargs)) == ((), ["ids", "labels"])
-
-
-def test_as_many_parts_as_the_forward_needs_or_all_where_it_computes_the_loss() -> None:
+    # As many parts as the forward needs, or all where it computes the loss.
     data = DataLoader(TensorDataset(torch.zeros(4, 5), torch.ones(4, 5)), 2)
     assert len(inputs_of(Named(), data).args) == 1
     assert len(inputs_of(Named(), data, everything=True).args) == 2
 
-
-def test_a_stream_and_a_batch_sampler() -> None:
     class Stream(IterableDataset[Any]):
         def __iter__(self) -> Any:
             return iter([torch.zeros(3)] * 9)
@@ -116,42 +112,29 @@ def test_a_stream_and_a_batch_sampler() -> None:
     assert inputs_of(nn.Linear(3, 1), listed).args[0].shape == (3, 3)
 
 
-@pytest.mark.parametrize("given", [None, [1, 2], DataLoader(["text"], 1)])  # type: ignore[arg-type]
-def test_where_shapes_are_not_known_the_option_is_named(given: Any) -> None:
-    with pytest.raises(ConfigError, match="--input 32x1x8x8"):
-        inputs_of(nn.Linear(3, 1), given)
-
-
-def test_shapes_that_the_user_says() -> None:
+def test_shapes_that_the_user_says_where_they_are_not_known() -> None:
+    for given in (None, [1, 2], DataLoader(["text"], 1)):  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="--input 32x1x8x8"):
+            inputs_of(nn.Linear(3, 1), given)
     found = parse_inputs(["4x3", "mask=4x2:bool", "4x7:int64"])
     assert [(tuple(t.shape), t.dtype) for t in found.args] == [((4, 3), torch.float32), ((4, 7), torch.int64)]
-    assert found.kwargs["mask"].dtype == torch.bool
-    assert found.samples == 4
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
+    assert (found.kwargs["mask"].dtype, found.samples) == (torch.bool, 4)
+    for said, words in (
         (["4xx3"], "4xx3.*sizes with the samples first"),
         (["4x3:float31"], "float31.*dtype"),
         (["4x0"], "at least 1"),
         (["4x3", "5x3"], "same number of samples"),
-    ],
-)
-def test_shapes_that_cannot_be(said: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse_inputs(said)
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_inputs(said)
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_splits_nothing_has_no_cut() -> None:
-    assert cut_of(Job(cluster=Cluster(nworkers_per_group=2)), Net(), None) is None
-    assert cut_of(Job(placement=Placement.kAuto), Net(), None) is None
-
-
 def test_the_hybrid_job() -> None:
+    for job in (Job(cluster=Cluster(nworkers_per_group=2)), Job(placement=Placement.kAuto)):
+        assert cut_of(job, Net(), None) is None, "it splits nothing"
     found = cut(hybrid(microbatches=2))
     text, data = found.plan.explain(), found.plan.as_data()
     assert json.loads(json.dumps(data)) == data
@@ -186,23 +169,23 @@ def test_auto_places_what_the_user_has_not_placed() -> None:
     assert {place["worker"] for place in places.values()} == {0, 1}
     assert "placement kAuto: 4 modules" in found.plan.explain()
     assert cut(auto(partition=(head,))).plan.explain() == found.plan.explain()
-
-
-def test_a_module_that_a_block_leaves_with_the_samples_stays_there() -> None:
+    # A module that a block leaves with the samples stays there.
     found = cut(auto(partition=(Partition(match="conv"),)))
-    places = {step["target"]: step["layout"]["where"] for step in found.plan.as_data()["steps"]}
-    assert places["conv"] == "batch"
-    assert places["layers.0"] == "at"
+    where = {step["target"]: step["layout"]["where"] for step in found.plan.as_data()["steps"]}
+    assert (where["conv"], where["layers.0"]) == ("batch", "at")
 
 
 def test_what_was_measured_is_shown_as_blocks_that_give_the_same(tmp_path: Path) -> None:
     model, data = Net(), loader()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     found = cut_of(auto(), model, data, measured=True)
     assert found is not None
     text = found.plan.conf
     assert text.count("partition {") == 4
     assert text in found.plan.explain()
+    # Measuring leaves the model alone.
     assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     (tmp_path / "job.conf").write_text(f'name: "mine"\ncluster {{ nworkers_per_group: 2 }}\n{text}\n')
     job, _ = load_with_warnings(str(tmp_path / "job.conf"))
     again = cut_of(job, model, data)
@@ -215,9 +198,7 @@ def test_shares_of_the_batch() -> None:
     assert call_of(hybrid(3), Net(), given).shares == (3, 3, 4)
     assert call_of(hybrid(2, per_worker_batch=True), Net(), given).shares == (10, 10)
     assert sum(call_of(hybrid(2), nn.BatchNorm2d(1), parse_inputs(["3x1x8x8"])).shares) >= 3
-
-
-def test_a_pretended_link_counts() -> None:
+    # A pretended link counts.
     speeds = speeds_of(Cluster(link=Link(bandwidth=100.0, delay=20.0)))
     assert speeds.transfer(12_500_000) == pytest.approx(1.02, rel=1e-2)
 
@@ -277,7 +258,7 @@ def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, Proces
     return {need.who: need for need in needs_of(given, given.found, costs)}
 
 
-def test_a_process_holds_what_its_residents_hold() -> None:
+def test_a_process_holds_what_its_residents_hold_and_a_snapshot_copies_it() -> None:
     """Over TCP: values, gradients, and on servers what is pushed, by whoever has it, and the optimizer's state."""
     cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, transport=TransportChoice.kTcp)
     job = replace(hybrid(), cluster=cluster)
@@ -294,6 +275,12 @@ def test_a_process_holds_what_its_residents_hold() -> None:
     assert sum(server.exchange for server in servers) == sum(
         size * (len(p.owners) or 2) for p, size in zip(parameters, sizes, strict=True)
     )
+    none, often = (
+        needed(replace(job, snapshot_s=0, **more), 2.0)["server 0/0"] for more in ({}, {"checkpoint_freq": 10})
+    )
+    server = servers[0]
+    assert server.snapshot == often.snapshot == server.values + server.state
+    assert (none.snapshot, server.total - none.total) == (0, server.snapshot)
 
 
 def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
@@ -307,26 +294,13 @@ def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
     assert [need.passed for need in found.values()] == [sum(bill.sent(worker)) for worker in (0, 1)]
     one, other = found.values()
     assert (one.seen, other.seen) == (other.shared, one.shared)
-
-
-def test_beside_a_separate_server_workers_map_what_they_pass_each_other_and_it_does_not() -> None:
+    # A separate server does not map what workers pass each other.
     apart = Cluster(nworkers_per_group=2, server_worker_separate=True)
     found = needed(replace(hybrid(), cluster=apart))
     one, other, server = (found[who] for who in ("worker 0/0", "worker 0/1", "server 0/0"))
     assert one.passed > 0
     assert one.seen == one.gradients + other.passed  # and the values, as much as gradients
     assert server.seen == one.shared - one.passed + other.shared - other.passed
-
-
-def test_a_server_copies_what_a_snapshot_writes() -> None:
-    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp))
-    found, none, often = (
-        needed(replace(job, **more), 2.0)["server 0/0"]
-        for more in ({}, {"snapshot_s": 0}, {"snapshot_s": 0, "checkpoint_freq": 10})
-    )
-    assert found.snapshot == often.snapshot == found.values + found.state
-    assert none.snapshot == 0
-    assert found.total - none.total == found.snapshot
 
 
 def test_schedules_keep_more_or_less() -> None:
@@ -362,14 +336,10 @@ def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": int(one / memory_check.SAFE) + 1000})
     monkeypatch.setattr(memory_check, "_group", lambda: None)
     given = asked(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
-    check_memory(given, loader(), 0)
+    for batches in (loader(), None, [1, 2]):  # without a loader that tells activations are left out
+        check_memory(given, batches, 0)
     with pytest.raises(ConfigError, match=r"host 1.*2 processes"):
         check_memory(given, loader(), 1)
-
-
-def test_a_loader_that_does_not_tell_leaves_activations_out() -> None:
-    check_memory(asked(hybrid()), None, 0)
-    check_memory(asked(hybrid()), [1, 2], 0)
 
 
 class Uneven(nn.Module):
@@ -500,11 +470,3 @@ def test_plan_refuses(folder: Path, capsys: pytest.CaptureFixture[str], argv: li
     assert (code, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
-
-
-def test_capturing_for_a_plan_leaves_the_model_alone() -> None:
-    model = Net()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert capture(model, model.training).leaves
-    cut_of(auto(), model, loader())
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
