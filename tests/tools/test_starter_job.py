@@ -30,52 +30,42 @@ def ask(capsys, monkeypatch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("name", "framework"),
-    [
+def test_the_job_file_is_of_the_named_framework(ask, tmp_path):
+    for name, framework in (
         ("sandblaster", "Sandblaster (synchronous)"),
         ("allreduce", "AllReduce (synchronous)"),
         ("downpour", "Downpour (asynchronous)"),
         ("hogwild", "Distributed Hogwild (asynchronous)"),
-    ],
-)
-def test_the_job_file_is_of_the_named_framework(ask, tmp_path, name, framework):
-    assert ask("init", "first", "--framework", name)[0] == 0
-    job, warnings = load_with_warnings(str(tmp_path / "first" / JOB_NAME))
-    assert (layout(job.cluster).framework, job.program, warnings) == (framework, SCRIPT_NAME, [])
-    assert ask("plan", f"first/{JOB_NAME}")[1].startswith(framework)
+    ):
+        assert name in CLUSTERS and len(CLUSTERS) == 4
+        assert ask("init", name, "--framework", name)[0] == 0
+        job, warnings = load_with_warnings(str(tmp_path / name / JOB_NAME))
+        assert (layout(job.cluster).framework, job.program, warnings) == (framework, SCRIPT_NAME, [])
+        assert ask("plan", f"{name}/{JOB_NAME}")[1].startswith(framework)
 
 
-def test_the_test_above_knows_all_frameworks(ask):
-    code, out, err = ask("init", "--framework", "ring")
-    assert (code, out) == (2, "")
-    assert "--framework" in err and "'ring'" in err and ", ".join(CLUSTERS) in err
-    assert set(CLUSTERS) == {"sandblaster", "allreduce", "downpour", "hogwild"}
-    assert os.listdir() == []
+def test_an_unknown_framework_and_a_folder_that_is_a_file_are_refused(ask, tmp_path):
+    (tmp_path / "taken").write_text("")
+    for words, said in (
+        (["--framework", "ring"], f"'ring': must be one of {', '.join(CLUSTERS)}"),
+        (["taken"], "taken"),
+    ):
+        code, out, err = ask("init", *words)
+        assert (code, out, "Traceback" in err) == (2, "", False) and said in err
+    assert ask("init", "taken/below")[0] == 2
+    assert os.listdir() == ["taken"]
 
 
-@pytest.mark.parametrize("name", [JOB_NAME, SCRIPT_NAME])
-def test_no_file_is_overwritten(ask, tmp_path, name):
-    (tmp_path / name).write_text("mine")
-    code, _, err = ask("init")
-    assert code == 2
-    assert name in err and "not overwritten" in err
-    assert os.listdir() == [name]
-    assert (tmp_path / name).read_text() == "mine"
-
-
-def test_a_link_that_leads_nowhere_is_kept(ask, tmp_path):
+def test_no_file_is_overwritten(ask, tmp_path):
+    for name in (JOB_NAME, SCRIPT_NAME):
+        (tmp_path / name).write_text("mine")
+        code, _, err = ask("init")
+        assert code == 2 and name in err and "not overwritten" in err
+        assert os.listdir() == [name] and (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
     (tmp_path / SCRIPT_NAME).symlink_to(tmp_path / "gone.py")
     assert ask("init")[0] == 2
     assert os.listdir() == [SCRIPT_NAME]
-
-
-def test_a_folder_that_is_a_file_is_refused(ask, tmp_path):
-    (tmp_path / "taken").write_text("")
-    for folder in ("taken", "taken/below"):
-        code, _, err = ask("init", folder)
-        assert (code, "Traceback" in err) == (2, False)
-        assert folder in err
 
 
 def test_the_commands_to_give_next(ask):

@@ -138,24 +138,12 @@ class HttpResponder(Protocol):
         ...
 
 
-class HttpServer:
+class HttpServer(ThreadingHTTPServer):
     """Serves a responder from its making until `close`, on a thread of its own.
 
     name: of the thread.
     """
 
-    def __init__(self, bound: ListeningSocket, responder: HttpResponder, name: str) -> None:
-        self._server = _BoundedServer(bound, responder, name)
-        self._thread = Thread(target=self._server.serve_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Listen no more; answers to admitted requests have two seconds."""
-        self._server.end()
-        self._thread.join()
-
-
-class _BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, bound: ListeningSocket, responder: HttpResponder, name: str) -> None:
@@ -164,6 +152,8 @@ class _BoundedServer(ThreadingHTTPServer):
         self.socket, self.responder, self.name, self._tls = bound.sock, responder, name, bound.tls
         self._newcomers, self._admitted = Newcomers(REQUEST_S), set[socket.socket]()
         self._changed = Condition()
+        self._thread = Thread(target=self.serve_forever, name=name, daemon=True)
+        self._thread.start()
 
     def get_request(self) -> tuple[Any, Any]:
         """Accept a connection, for which another one may have to end."""
@@ -205,13 +195,15 @@ class _BoundedServer(ThreadingHTTPServer):
             self._admitted.discard(request)
             self._changed.notify_all()
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """Listen no more; answers to admitted requests have two seconds."""
         shut_down(self.socket)  # wakes the loop, which would look up after half a second
         self.shutdown()
         with self._changed:
             self._changed.wait_for(lambda: not self._admitted, _END_S)
             self._newcomers.end_late(float("inf"))
         self.server_close()
+        self._thread.join()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: clients that break off are no news on a job's terminal."""
@@ -233,7 +225,7 @@ class _Head(io.BufferedReader):
 
 
 class _Exchange(BaseHTTPRequestHandler):
-    server: _BoundedServer
+    server: HttpServer
     timeout = _STALLED_S
     rbufsize = 0
 

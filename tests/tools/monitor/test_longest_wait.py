@@ -187,7 +187,7 @@ def test_a_restart_and_a_group_that_leaves(clock: Clock) -> None:
     assert clock.words == ""
 
 
-def test_a_unit_of_servers_alone() -> None:
+def test_servers_alone_and_in_one_process() -> None:
     units = tuple(unit for unit in TOPOLOGY.units if unit.servers)[:1]
     (who,) = map(str, units[0].servers)
     waits = ProcessStates(replace(TOPOLOGY, units=units), 0.0)
@@ -196,17 +196,12 @@ def test_a_unit_of_servers_alone() -> None:
     assert found is not None and found.words() == f"waiting for {who} to open its addresses, 2 s"
     waits.on_event(Serving(who, ("x",), 1), 4.0)
     assert wait_of(waits, 60.0) is None
-
-
-def test_a_process_with_several_servers_has_the_name_of_the_first() -> None:
+    # A process with several servers has the name of the first one.
     topology = layout(replace(CLUSTER, nservers_per_procs=2))
     waits = ProcessStates(topology, 0.0)
-    (unit,) = [unit for unit in topology.units if unit.servers]
-    assert len(unit.servers) == 2
-    waits.on_event(Started(str(unit.servers[0]), 1), 1.0)
-    waits.on_event(Serving(str(unit.servers[0]), ("x",), 1), 1.0)
-    for worker in WORKERS:
-        waits.on_event(Started(worker, 1), 1.0)
+    ((first, _),) = [unit.servers for unit in topology.units if unit.servers]
+    for event in (Started(str(first), 1), Serving(str(first), ("x",), 1), *(Started(who, 1) for who in WORKERS)):
+        waits.on_event(event, 1.0)
     found = wait_of(waits, 3.0)
     assert found is not None and found.words() == "waiting for server 0/1 to open its addresses, 2 s"
 
@@ -231,22 +226,17 @@ def test_plain_lines_come_after_a_while_and_then_each_minute(clock: Clock) -> No
     shown.check()
     *_, last = text.getvalue().splitlines()
     assert last == "topotrain: waiting for server 0/0, server 0/1 to open its addresses, 10 s"
-
-
-def test_slow_steps_have_a_line_a_minute(clock: Clock) -> None:
-    text = io.StringIO()
-    shown = PlainProgress(report_of(TOPOLOGY), Console(file=text, width=20))
-    for who in (*UNITS, *SERVERS, *WORKERS):
-        shown(Started(who, 1))
+    # Slow steps have a line a minute.
     for who in SERVERS:
         shown(Serving(who, ("x",), 1))
+    before = len(text.getvalue().splitlines())
     for second in range(180):
         if second % 15 == 0:
             for who in WORKERS:
                 shown(step(who, second // 15))
         shown.check()
         clock.now += 1
-    assert len([line for line in text.getvalue().splitlines() if "waiting for" in line]) == 3
+    assert len([line for line in text.getvalue().splitlines()[before:] if "waiting for" in line]) == 3
 
 
 def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(clock: Clock) -> None:

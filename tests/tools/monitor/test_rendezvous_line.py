@@ -17,7 +17,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_lines_come_now_and_then(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    notice = RendezvousNotice(0, 2)
+    notice = rendezvous_line.rendezvous_line(0, 2)  # in place only on a terminal
+    assert type(notice) is RendezvousNotice
     for _ in range(int(QUIET_S + REPEAT_S) + 1):
         notice("unit 1")
         clock.now += 1
@@ -45,7 +46,3 @@ def test_on_a_terminal_one_line_counts_the_seconds_and_goes(clock: Clock, capsys
         "topotrain: unit 0 of 3 waits at the rendezvous for unit 2, 13 s",
     ]
     assert last == ""
-
-
-def test_lines_are_redrawn_only_on_a_terminal() -> None:
-    assert type(rendezvous_line.rendezvous_line(0, 2)) is RendezvousNotice

@@ -77,13 +77,8 @@ def test_a_day_of_updates_needs_little_memory_and_keeps_the_estimate() -> None:
 
 
 def test_times_have_the_form_of_a_clock() -> None:
-    assert [duration(seconds) for seconds in (0.9, 59.9, 61, 3600, 97_259)] == [
-        "0:00",
-        "0:59",
-        "1:01",
-        "1:00:00",
-        "27:00:59",
-    ]
+    times = {0.9: "0:00", 59.9: "0:59", 61: "1:01", 3600: "1:00:00", 97_259: "27:00:59"}
+    assert {seconds: duration(seconds) for seconds in times} == times
 
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
