@@ -18,7 +18,6 @@ from topotrain.config.job import Cluster, ConfigError, Job, Partition
 from topotrain.config.topology import Address, Role, layout
 from topotrain.parallel.api.prepare_split import SplitExtension, captured_if_placed, tagged
 from topotrain.parallel.api.split_forward import kind_of, samples_of
-from topotrain.parallel.capture import device_scopes
 from topotrain.parallel.placement.parameter_owners import OwnedPart, WholeTensor
 from topotrain.parallel.runtime import gather as gathering
 from topotrain.parallel.runtime.gather import AHEAD, entries, gather, give
@@ -126,15 +125,6 @@ def test_nothing_is_given_back_where_the_conf_decides(as_worker: Any) -> None:
     assert absent(Net()) == [False] * 8
 
 
-def test_homes_on_servers_are_noted_and_nothing_given_back(as_worker: Any) -> None:
-    as_worker(0)
-    with tt.device("/job:ps/task:1"):
-        layer = nn.Linear(2, 2)
-    assert absent(layer) == [False] * 2
-    assert layer.weight.topotrain_home == 1
-    assert not hasattr(layer, device_scopes.PLACE)
-
-
 class Said(nn.Linear):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         with tt.device("/job:worker/task:1"):
@@ -146,11 +136,6 @@ def on_second(given: torch.Tensor) -> torch.Tensor:
         return torch.relu(given)
 
 
-class CallsFunction(nn.Linear):
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        return on_second(super().forward(given))
-
-
 class CallsMethod(nn.Linear):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         return self.end(super().forward(given))
@@ -160,7 +145,7 @@ class CallsMethod(nn.Linear):
             return torch.relu(given)
 
 
-class CallsAgain(CallsMethod):
+class Between(CallsMethod):
     def end(self, given: torch.Tensor) -> torch.Tensor:
         return given if given is None else on_second(given)
 
@@ -190,13 +175,11 @@ class Asks(nn.Linear):
 
 
 def test_a_forward_that_names_a_worker_is_noticed() -> None:
-    assert captured_if_placed(nn.Sequential(Said(3, 3)))
-    assert captured_if_placed(nn.Sequential(CallsFunction(3, 3)))
-    assert captured_if_placed(nn.Sequential(CallsMethod(3, 3)))
-    assert captured_if_placed(nn.Sequential(CallsAgain(3, 3)))
-    assert not captured_if_placed(nn.Sequential(Plain(3, 3)))
-    assert not captured_if_placed(nn.Sequential(nn.Linear(3, 3)))
-    assert captured_if_placed(nn.Sequential(with_closure()(3, 3)))
+    """In a scope of its own, in one of a method or of a function that it calls, or by another name."""
+    for kind in (Said, CallsMethod, Between, with_closure()):
+        assert captured_if_placed(nn.Sequential(kind(3, 3)))
+    for kind in (Plain, nn.Linear):
+        assert not captured_if_placed(nn.Sequential(kind(3, 3)))
     assert not captured_if_placed(Asks(3, 3))  # nor is what cannot be captured a reason to fail
 
 
@@ -324,15 +307,6 @@ def test_memory_in_one_file_is_what_a_file_is_written_from(tmp_path: Path) -> No
     save_tensors(made, tmp_path / "file.safetensors", {})
     found = load_file(tmp_path / "file.safetensors")
     assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
-
-
-def test_outside_a_job_the_state_is_a_copy() -> None:
-    model = nn.Linear(2, 2)
-    state = tt.state_dict(model)
-    with torch.no_grad():
-        model.weight.zero_()
-    assert state is not None and state.keys() == model.state_dict().keys()
-    assert state["weight"].any()
 
 
 def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

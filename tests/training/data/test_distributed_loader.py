@@ -29,7 +29,6 @@ from torch.utils.data import (
     Subset,
 )
 
-from topotrain.compat.integrations.external_loop import ExternalAccounting
 from topotrain.config.job import ConfigError
 from topotrain.config.topology import Address, Role
 from topotrain.training.data.distributed_loader import STATIC, DataPlan, ShardedLoader
@@ -196,17 +195,6 @@ def test_the_workers_shares_put_together_are_the_plain_loaders_batches(kind):
     assert together == expected
 
 
-def test_draws_go_through_a_ledger_that_is_put_between():
-    job = Job(lambda: DataLoader(list(range(7)), batch_size=2))
-    ((who, client),) = job.clients.items()
-    loader = job.loader(who)
-    handing = ExternalAccounting(loader.accounting)
-    loader.account_to(handing)
-    assert len(list(loader)) == 4 and client.drawn_ == []
-    assert [handing.hand_on() for _ in range(4)] == [2.0, 2.0, 2.0, 1.0]
-    assert [samples for *_, samples in client.drawn_] == [2, 2, 2, 1]
-
-
 def test_a_sampler_of_the_scripts_own_is_asked_when_the_plain_loader_would_ask_it():
     told: list[str] = []
 
@@ -264,16 +252,28 @@ def test_shares_follow_their_claims():
     assert cut(3, 2, (), 2) == ((0, 3), (0, 0))
 
 
-def test_a_worker_without_a_share_repeats_samples_at_weight_0():
-    job = Job(lambda: DataLoader(Numbers(7), 5), workers=3, min_share=2)
-    read = [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()]
-    assert read == [[(2, [0, 1]), (2, [5, 6])], [(3, [2, 3, 4]), (0, [5, 6])], [(0, [0, 1]), (0, [5, 6])]]
-
-
-def test_a_batch_of_each_workers_own():
-    job = Job(lambda: DataLoader(Numbers(11), 2), workers=3, per_worker=True)
-    read = [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()]
-    assert read == [[(2, [0, 1]), (2, [6, 7])], [(2, [2, 3]), (2, [8, 9])], [(2, [4, 5]), (1, [10])]]
+@pytest.mark.parametrize(
+    ("samples", "size", "how", "expected"),
+    [
+        # A worker without a share repeats samples at weight 0.
+        (
+            7,
+            5,
+            {"min_share": 2},
+            [[(2, [0, 1]), (2, [5, 6])], [(3, [2, 3, 4]), (0, [5, 6])], [(0, [0, 1]), (0, [5, 6])]],
+        ),
+        # A batch of each worker's own.
+        (
+            11,
+            2,
+            {"per_worker": True},
+            [[(2, [0, 1]), (2, [6, 7])], [(2, [2, 3]), (2, [8, 9])], [(2, [4, 5]), (1, [10])]],
+        ),
+    ],
+)
+def test_who_reads_which_sample(samples, size, how, expected):
+    job = Job(lambda: DataLoader(Numbers(samples), size), workers=3, **how)
+    assert [[(weight, batch.tolist()) for weight, batch in passes[0]] for passes in job.read().values()] == expected
     assert len(job.loader(job.lease_server.workers[0])) == 2
 
 

@@ -90,12 +90,7 @@ def test_a_moved_model_is_the_same_model(name):
         assert torch.equal(output(model.eval(), x), wanted)
         output(model.train(), x).float().sum().backward()
     check(buffers, parts)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_lands_in_the_flat_memory_stands_in_the_parameters(name):
-    model = MODELS[name][0]()
-    buffers, parts = moved(model)
+    # What lands in the flat memory stands in the parameters.
     for index, p in enumerate(parts.tensors):
         buffers.view("params", index).fill_(index + 0.5)
         assert bool((p == index + 0.5).all())
@@ -140,10 +135,9 @@ def test_compiled_models_have_their_own_names():
     ]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_train_as_others_do(backend):
+def test_compiled_models_train_as_others_do():
     model = mlp()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend="aot_eager")
     buffers, parts = moved(compiled)
     seen = []
     for p in compiled.parameters():
@@ -266,14 +260,6 @@ CHANGES = [load_in_place, edit_in_place, edit_data, edit_array, replace_data]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_a_parameter_that_was_changed_outside_step_is_found(change):
-    buffers, parts = moved(model := mlp())
-    change(model)
-    with pytest.raises(RuntimeError, match=r"parameter [\w.]+ was changed outside optimizer.step\(\)"):
-        check(buffers, parts)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("readable", [True, False])
 def test_nobody_else_sees_a_change_and_one_that_is_taken_back_is_none(change, readable, monkeypatch):
     """As an average that is put in for a validation. Where the kernel does not tell, values are compared."""
@@ -283,6 +269,8 @@ def test_nobody_else_sees_a_change_and_one_that_is_taken_back_is_none(change, re
     stored = [p.detach().clone() for p in model.parameters()]
     change(model)
     assert {index for index, _ in buffers.edited()}
+    with pytest.raises(RuntimeError, match=r"parameter [\w.]+ was changed outside optimizer.step\(\)"):
+        check(buffers, parts)
     for index, (p, old) in enumerate(zip(model.parameters(), stored, strict=True)):
         assert torch.equal(buffers.view("params", index), old)
         p.data = old.clone()
@@ -312,17 +300,16 @@ def test_a_parameter_without_gradient_is_the_scripts_own(change):
         check(buffers, parts)
 
 
-@pytest.mark.parametrize("change", [assign_data, edit_data], ids=lambda f: f.__name__)
-def test_every_step_checks(change):
+def test_every_step_checks():
     def script(t):
         t.backward(t.losses(cross_entropy, *vectors(1)[0]))
         t.optimizer.step()
-        change(t.model)
+        edit_data(t.model)
         t.optimizer.zero_grad()
         t.backward(t.losses(cross_entropy, *vectors(1)[0]))
         t.optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"no longer in the memory|outside optimizer.step"):
+    with pytest.raises(RuntimeError, match=r"outside optimizer.step"):
         run_local(job_of(), building(), script)
 
 
