@@ -114,6 +114,9 @@ class LoaderClient:
     def left_early(self, epoch: int, batches: int) -> None:
         self.left.append((epoch, batches))
 
+    def over(self) -> None:
+        self.over_ = True
+
     def lost(self, stream: int, batches: int) -> None:
         self.lost_ += batches
 

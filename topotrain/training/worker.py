@@ -222,6 +222,11 @@ class Worker(BatchAccounting):
             self.batches.use(counts=False)
         self.client.channel.exit_loop(self.committed, self.path.backwards)
 
+    def over(self) -> None:
+        # After its loop a script reads parameters, to validate or to print them.
+        if self.lazy:
+            self.client.values.settle()
+
     def lost(self, stream: int, batches: int) -> None:
         self.tally.add_lost(batches)
 

@@ -44,6 +44,10 @@ class BatchAccounting(ABC):
         """The script left the loop after so many batches. This must not wait."""
 
     @abstractmethod
+    def over(self) -> None:
+        """The loop has had its last batch."""
+
+    @abstractmethod
     def lost(self, stream: int, batches: int) -> None:
         """Batches of a lease that the stream, read again, no longer has."""
 

@@ -88,6 +88,9 @@ class ExternalAccounting(BatchAccounting):
         self._begun = 0
         self._ledger.left_early(epoch, batches)
 
+    def over(self) -> None:
+        self._ledger.over()
+
     def lost(self, stream: int, batches: int) -> None:
         self._ledger.lost(stream, batches)
 

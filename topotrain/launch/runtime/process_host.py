@@ -16,6 +16,7 @@ import torch
 from topotrain.comm.process_timer import ProcessTimer
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.transport import TransportError
+from topotrain.comm.transport.frame_writer import ReaderThread
 from topotrain.comm.transport.inline_reader import InlineReader
 from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import ConfigError, OnFailure
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 LONG_S = 10.0
 """Seconds of a wait before it is reported."""
+_ELSEWHERE_S = 0.1
+"""Seconds that messages wait for a script that is elsewhere."""
 
 
 @contextmanager
@@ -487,27 +490,66 @@ class ConditionWaiter:
 
 
 class InlineWaiter(ConditionWaiter):
-    """The wait of a worker with a server in its process; it reads for both."""
+    """The wait of a worker with a server in its process; it reads for both.
+
+    The other workers need the server also while the script is elsewhere, and the script may wait for them there in a
+    way of its own. So messages that have waited for a while are handled on a thread of this waiter.
+    """
 
     def __init__(self, poll_s: float, router: Router, reader: InlineReader, observer: HostObserver) -> None:
         super().__init__(poll_s, observer)
         self._router, self._reader = router, reader
+        self._turning = threading.RLock()
+        self._turns = 0  # of the script's thread
+        self._released = threading.Event()
+        ReaderThread(target=self._turn_elsewhere, name="inline server", daemon=True).start()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Return when `ready()` is true."""
         waits = _LongWaits(self._observer)
         # The script's thread handles the server's messages while it waits for the server's reply.
         while not self._reader.released:
-            self._router.deliver()
-            if ready():
-                return
-            self._router.turn(self._poll_s)
+            with self._turning:
+                self._turns += 1
+                self._router.deliver()
+                if ready():
+                    return
+                self._router.turn(self._poll_s)
             waits.check()
         # The reader was released: each connection is read on a thread of its own from now on.
         super().wait(ready)
 
     def look(self) -> None:
         """Handle arrived messages, and do the resulting work of the server."""
+        with self._turning:
+            self._turns += 1
+            self._turn()
+
+    def release(self, me: Address, deliver: bool) -> None:
+        """Read on threads from now on, and end the connections of the worker `me`.
+
+        deliver: its own messages to its server are handled before.
+        """
+        self._released.set()
+        with self._turning:
+            if deliver:
+                self._router.deliver()
+            self._router.release(me)
+
+    def _turn(self) -> None:
         if not self._reader.released:
             self._router.deliver()
             self._router.turn(0.0)
+
+    def _turn_elsewhere(self) -> None:
+        seen = 0
+        while not self._released.wait(_ELSEWHERE_S):
+            # A script's thread that holds the lock is not elsewhere.
+            if not self._turning.acquire(blocking=False):
+                continue
+            try:
+                if self._turns == seen:
+                    self._turn()
+                seen = self._turns
+            finally:
+                self._turning.release()

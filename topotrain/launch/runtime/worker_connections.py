@@ -250,11 +250,9 @@ class WorkerConnections(Connections):
             until = time.monotonic() + _LEAVE_S
             self._waiter.wait(lambda: self._replicas is None or self._replicas.left or time.monotonic() > until)
         if self._inline_server is not None:
-            if finished:
-                self._router.deliver()
-            self._router.release(
-                self.me
-            )  # also without an end to wait for: only a connection that is read can be closed
+            assert isinstance(self._waiter, InlineWaiter)
+            # Also without an end to wait for: only a connection that is read can be closed.
+            self._waiter.release(self.me, deliver=finished)
             for endpoint in self._inline_server.endpoints.values():
                 endpoint.lost(self.me, "its script has ended")
             if finished:

@@ -615,6 +615,7 @@ class _Pass(Iterator[Any]):
             self._open = False
             self._feed.end()
             self._progress.end()
+            self._accounting.over()
             if self._recorder is not None:
                 self._recorder.ended()
             raise

@@ -4,9 +4,9 @@ The servers update the parameters in definition order, which is mostly the order
 first layers compute while the last values are still in flight (priority by order of use, as in P3: Jayarajan et al.,
 2019).
 
-A module's own forward waits for the module's own parameters. Code that reads a parameter elsewhere may see half of an
-update: code that uses another module's weight without calling that module, or reads `p` between step() and forward.
-`state_dict()` waits for all parameters.
+A module's own forward waits for the module's own parameters; `state_dict()` and the end of a pass over the loader wait
+for all parameters. Code that reads a parameter elsewhere may see half of an update: code that uses another module's
+weight without calling that module, or reads `p` between step() and forward.
 """
 
 from torch import nn
