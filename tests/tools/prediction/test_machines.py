@@ -44,13 +44,11 @@ def test_a_wrong_value_is_one_line(option, text, accepted):
     assert "\n" not in str(found.value)
 
 
-@pytest.mark.parametrize(("text", "size"), [("512MB", 512_000_000), ("1.5 GB", 0), ("2GiB", 2 << 30), ("1tb", 10**12)])
-def test_sizes(text, size):
-    if size:
+def test_sizes():
+    for text, size in (("512MB", 512_000_000), ("2GiB", 2 << 30), ("1tb", 10**12)):
         assert amounts.nbytes("--memory", text) == size
-    else:
-        with pytest.raises(ConfigError):
-            amounts.nbytes("--memory", text)
+    with pytest.raises(ConfigError):
+        amounts.nbytes("--memory", "1.5 GB")
 
 
 def test_with_a_link_each_unit_has_a_host():
@@ -60,9 +58,6 @@ def test_with_a_link_each_unit_has_a_host():
     assert Machines(hosts=2).topology(job).hosts == (0, 0, 0, 1, 1)
     # More hosts than units are left idle.
     assert Machines(hosts=9).topology(job).hosts == (0, 1, 2, 3, 4)
-
-
-def test_a_straggler_must_be_a_worker():
     with pytest.raises(ConfigError, match="--straggler = 4: must be the number of a worker, 0 to 3"):
         Machines(stragglers={4: 2.0}).topology(made_job(nworkers_per_group=4))
 

@@ -11,7 +11,7 @@ from made_probe import made_probe
 
 from topotrain.tools.cli import app
 from topotrain.tools.monitor.progress import progress_line
-from topotrain.tools.prediction.rehearsal import MOST_TIMES
+from topotrain.tools.prediction import rehearsal
 from topotrain.tools.probe.probe_file import ProbedOptimizer
 
 CONF = "cluster { nworker_groups: 2 nservers_per_group: 2 server_worker_separate: true }\n"
@@ -25,6 +25,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     """Runs the command in a folder with job.conf and probe.json: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress_line, "LINES_S", 600.0)
+    monkeypatch.setattr(rehearsal, "MEASURED", ((64, 6),))
     (tmp_path / "job.conf").write_text(CONF)
     (tmp_path / "probe.json").write_text(made_probe((10_000,) * 3).to_json())
 
@@ -45,6 +46,7 @@ def test_the_text_names_what_bounds_the_job(ask: Ask) -> None:
     assert "updates: not those of one process; a gradient is" in out
     assert "rehearsed with the job's own servers and workers in virtual time (seed 0)" in out
     assert all(len(line) <= 120 for line in out.splitlines())
+    assert "host 0's cores: busy for 100% of the time: it bounds the job\n" in ask("job.conf", "--cores", "1")[1]
 
 
 def test_a_probe_of_a_program_with_another_name_is_said(ask: Ask, tmp_path: Path) -> None:
@@ -61,9 +63,9 @@ def test_a_rehearsal_that_takes_long_has_a_line(ask: Ask, monkeypatch: pytest.Mo
     code, _, err = ask("job.conf")
     assert code == 0
     first, *_, last = err.splitlines()
-    most = MOST_TIMES * 2 * (3 + 24)
+    most = rehearsal.MOST_TIMES * 2 * (3 + 6)
     assert first == f"topotrain: rehearsing: 1 steps of all workers, of at most {most}"
-    assert last == f"topotrain: rehearsing: {most // MOST_TIMES} steps of all workers, of at most {most}"
+    assert last == f"topotrain: rehearsing: {most // rehearsal.MOST_TIMES} steps of all workers, of at most {most}"
 
 
 def test_an_error_is_printed_only_where_it_was_measured(ask: Ask) -> None:
@@ -73,12 +75,6 @@ def test_an_error_is_printed_only_where_it_was_measured(ask: Ask) -> None:
         out = ask("job.conf", *options)[1]
         assert measured not in out and "error: no error was measured for" in out
         assert json.loads(ask("job.conf", *options, "--json")[1])["error"] is None
-
-
-def test_full_cores_are_said_to_bound_the_job(ask: Ask) -> None:
-    code, out, _ = ask("job.conf", "--cores", "1")
-    assert code == 0
-    assert "host 0's cores: busy for 100% of the time: it bounds the job\n" in out
 
 
 def test_json_has_all_fields(ask: Ask) -> None:
@@ -139,16 +135,13 @@ def test_bad_input_is_one_line(ask: Ask, argv: tuple[str, ...], line: str) -> No
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("workers", [2, 100])
-@pytest.mark.parametrize("name", ["Unheard", "Optimizer"])
-def test_an_unknown_optimizer_is_refused_for_any_number_of_processes(
-    ask: Ask, tmp_path: Path, workers: int, name: str
-) -> None:
-    probe = made_probe((10_000,), optimizer=ProbedOptimizer(name, 0.0, 0.0, 0.0, 0.0))
-    (tmp_path / "probe.json").write_text(probe.to_json())
-    code, _, err = ask("job.conf", "--set", f"cluster.nworker_groups={workers}")
-    assert code == 2
-    assert f"optimizer = '{name}': must be one of torch.optim's: others cannot be predicted" in err
+def test_an_unknown_optimizer_is_refused_for_any_number_of_processes(ask: Ask, tmp_path: Path) -> None:
+    for workers, name in ((2, "Unheard"), (100, "Optimizer")):
+        probe = made_probe((10_000,), optimizer=ProbedOptimizer(name, 0.0, 0.0, 0.0, 0.0))
+        (tmp_path / "probe.json").write_text(probe.to_json())
+        code, _, err = ask("job.conf", "--set", f"cluster.nworker_groups={workers}")
+        assert code == 2
+        assert f"optimizer = '{name}': must be one of torch.optim's: others cannot be predicted" in err
 
 
 @pytest.mark.journey
