@@ -221,31 +221,9 @@ def test_arguments_may_be_nested():
     assert told == pytest.approx(squares(model(batch)).item(), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("blocks", "microbatches"),
-    [
-        ([Block("first|attention|drop", location=0), Block("encoder|memory|turned|last", location=1)], 2),
-        ([Block("memory", location=1), Block("first|last", 1)], 1),
-    ],
-    ids=["pipeline", "by samples"],
-)
-def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_batch(
-    blocks: list[Block], microbatches: int
-) -> None:
+def test_the_masks_inside_attention_and_recurrent_layers_are_those_of_the_whole_batch() -> None:
+    """On one worker each, by samples, and by features."""
     torch.manual_seed(3)
-    whole, x, y = Masked(), torch.randn(7, 5, 6), torch.randn(7, 3)
-    group = Group(whole, blocks, [(x[:4],), (x[4:],)], samples=(4, 3), microbatches=microbatches)
-    targets = {4: y[:4], 3: y[4:]}
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
-    rng = torch.manual_seed(7).get_state()  # as the group's
-    for _ in range(2):
-        found = group.step(lambda out, mine: (out - targets[len(mine)]).square().mean())
-        optimizer.zero_grad()
-        torch.set_rng_state(rng)  # the group's workers are threads here, with one generator of torch's
-        loss = (whole(x) - y).square().mean()
-        rng = torch.get_rng_state()
-        loss.backward()
-        optimizer.step()
-        assert found == pytest.approx(loss.item(), rel=1e-5)
-    for name, value in group.parameters().items():
-        torch.testing.assert_close(value, dict(whole.named_parameters())[name].detach(), atol=1e-6, rtol=1e-4)
+    blocks = [Block("attention|drop", location=0), Block("memory", location=1), Block("first|last", 1)]
+    shares = [(torch.randn(count, 5, 6),) for count in (4, 3)]
+    learns_the_same(Masked(), blocks, shares, seed=7, microbatches=2)

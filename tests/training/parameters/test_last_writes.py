@@ -95,8 +95,9 @@ def result_of(found):
     return tensors_of(main.notes["parts"])[0], main.notes["lost"]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["synchronous", "no server"])
+@pytest.mark.parametrize(
+    ("name", "change"), [*(("synchronous", change) for change in CHANGES), ("no server", load), ("no server", layer)]
+)
 def test_the_result_is_the_plain_scripts(name, change):
     only = {(0, 0)} if name == "no server" else None
     after = script(change, only)
@@ -125,8 +126,7 @@ def test_what_only_another_worker_changes_is_refused_by_name(name):
     assert ("in another way than by worker 0/0" in lost) if other[0] == 0 else not lost
 
 
-@pytest.mark.parametrize("only", [None, {(0, 0)}])
-@pytest.mark.parametrize("name", ["asynchronous", "islands"])
+@pytest.mark.parametrize(("name", "only"), [("asynchronous", {(0, 0)}), ("islands", None), ("islands", {(0, 0)})])
 def test_the_main_workers_change_is_the_result_once(name, only):
     """Whatever other groups have trained meanwhile; a change counts in no round of islands, whole or short."""
 

@@ -19,17 +19,21 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import pairwise
 
 from topotrain.config.job import Apply, Grads, Pull, TransportChoice
 
 LAZY = {"pull": Pull.kLazy}
+HIDDEN = {"grads": Grads.kHidden}
 ON_ARRIVAL = {"apply": Apply.kOnArrival, "grads": Grads.kHidden}
+PLACES = [("mlp", "sandblaster"), ("cnn", "allreduce"), ("mlp", "one")]
 MODELS = {"mlp": (mlp, vectors, sgd), "cnn": (Cnn, images, adam)}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["sent", "shown"])
-@pytest.mark.parametrize("more", [{}, {"grads": Grads.kHidden}, ON_ARRIVAL], ids=["visible", "hidden", "arrival"])
-@pytest.mark.parametrize(("model", "layout"), [("mlp", "sandblaster"), ("cnn", "allreduce"), ("mlp", "one")])
+@pytest.mark.parametrize(
+    ("model", "layout", "more", "shared"),
+    [(*place, more, shared) for place, more, shared in pairwise(PLACES, [{}, HIDDEN, ON_ARRIVAL], [False, True])],
+)
 def test_the_values_are_those_of_the_step(model, layout, more, shared):
     make, batches, optimizer = MODELS[model]
     job, build, script = job_of(layout, **LAZY, **more), building(make, optimizer), usual_loop(batches(6))
@@ -44,22 +48,18 @@ def test_over_real_transports(transport, layout, tmp_path):
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
 
 
-def test_with_several_groups_every_gradient_counts_once():
+@pytest.mark.parametrize(
+    ("layout", "shared"), [({}, True), ({"nserver_groups": 2}, False), ({"max_staleness": 1}, False)]
+)
+def test_with_several_groups_every_gradient_counts_once(layout, shared):
     def build():
         model = torch.nn.Linear(70, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
-    def script(trainer):
-        for _ in range(5):
-            trainer.backward(trainer.losses(lambda model, x: -model(x).sum(), torch.ones(1, 70)))
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-
-    for shared in (False, True):
-        for layout in ({}, {"nserver_groups": 2}, {"max_staleness": 1}):
-            job = job_of("one", nworker_groups=2, reduce="kSum", **layout, **LAZY)
-            assert torch.equal(run_local(job, build, script, shared).values["weight"], torch.full((1, 70), 10.0))
+    ones = usual_loop([(torch.ones(1, 70),)] * 5, lambda model, x: -model(x).sum())
+    job = job_of("one", nworker_groups=2, reduce="kSum", **layout, **LAZY)
+    assert torch.equal(run_local(job, build, ones, shared).values["weight"], torch.full((1, 70), 10.0))
 
 
 def test_a_gradient_that_is_written_over_too_early_is_an_error():

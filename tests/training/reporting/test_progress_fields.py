@@ -14,23 +14,32 @@ from topotrain.training.data.job_progress import EpochProgress, StepProgress
 from topotrain.training.worker_stats import RECENT_S, RecentStaleness, StalenessCounts
 
 
-def test_a_loop_over_epochs_has_an_epoch_and_a_share(job) -> None:
-    here = job()
-    model = mlp()
+def trained(job):
+    here, model = job(), mlp()
     model, optimizer, batches = tt.prepare(model, sgd(model), loader())
     train(model, optimizer, batches)
     here.finish()
-    first, (done,) = here.heard(StepDone)[0], here.heard(Finished)
-    assert (first.epoch, first.progress) == (0, 0.1)
-    assert (done.epoch, done.progress) == (1, 1.0)
+    return here
+
+
+def test_a_loop_over_epochs_has_an_epoch_and_a_share_and_the_bytes_to_each_server(job) -> None:
+    here = trained(job)
+    steps, (done,) = here.heard(StepDone), here.heard(Finished)
+    assert (steps[0].epoch, steps[0].progress, done.epoch, done.progress) == (0, 0.1, 1, 1.0)
     assert 0 < done.waited_s < 60 and done.staleness_p95 == 0.0
     # What was waited before the first step is not counted.
-    assert first.waited_s <= first.time + 10
+    assert steps[0].waited_s <= steps[0].time + 10
+    # A sample has the recent staleness, and the end the whole.
+    last = steps[-1]
+    assert last.recent == (0.0, 0.0, 0.0)
+    assert (last.staleness_mean, last.staleness_max) == (done.staleness_mean, done.staleness_max)
+    assert here.heard(Traffic)[-1] == Traffic("worker 0/0", {"server 0/0": done.bytes_out})
+    # The server is in another process of the job, as far as this worker knows.
+    assert not here.heard(ServerLoad)
 
 
 def test_of_another_loop_both_are_unknown(job) -> None:
-    here = job()
-    model = mlp()
+    here, model = job(), mlp()
     model, optimizer, batches = tt.prepare(model, sgd(model), loader())
     for x, y in batches:
         torch.nn.functional.cross_entropy(model(x), y).backward()
@@ -38,18 +47,6 @@ def test_of_another_loop_both_are_unknown(job) -> None:
     here.finish()
     (done,) = here.heard(Finished)
     assert (done.epoch, done.progress) == (-1, -1.0)
-
-
-def test_the_bytes_to_each_server_are_those_of_the_totals(job) -> None:
-    here = job()
-    model = mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches)
-    here.finish()
-    (done,), traffic = here.heard(Finished), here.heard(Traffic)
-    assert traffic[-1] == Traffic("worker 0/0", {"server 0/0": done.bytes_out})
-    # The server is in another process of the job, as far as this worker knows.
-    assert not here.heard(ServerLoad)
 
 
 class Reread:
@@ -119,17 +116,6 @@ def test_the_recent_staleness_forgets_what_is_old() -> None:
     recent.add([3, 100])
     last = recent.report(1001.0)
     assert (last.mean, last.at_most(0.95), last.most) == (51.5, 128.0, 100)
-
-
-def test_a_sample_has_the_recent_staleness_and_the_end_the_whole(job) -> None:
-    here = job()
-    model = mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches)
-    here.finish()
-    last, (done,) = here.heard(StepDone)[-1], here.heard(Finished)
-    assert last.recent == (0.0, 0.0, 0.0)
-    assert (last.staleness_mean, last.staleness_max) == (done.staleness_mean, done.staleness_max)
 
 
 @pytest.mark.parametrize("values", [[], [5], [0, 63, 64, 65, 200]])
