@@ -170,13 +170,6 @@ def test_a_cut_inside_a_parameter_is_at_a_multiple_of_64_from_its_start():
     ]
 
 
-def test_more_servers_than_units_of_alignment_leave_some_without_work():
-    m = cut([parameter("a", 3), parameter("b"), parameter("c", 0)], 5, groups=3)
-    assert [len(m.buckets_of(shard)) for shard in range(5)] == [0, 0, 1, 0, 1]
-    assert m.segments_of_parameter(2) == ()
-    assert (m.buckets[0].lo, m.buckets[0].hi, m.buckets[0].pieces[0].hi) == (0, 64, 3)
-
-
 def test_whole_tensors_are_balanced_and_the_imbalance_is_told():
     sizes = [100, 900, 500, 400, 90]
     m = cut([parameter(f"p{n}", size) for n, size in enumerate(sizes)], 2, slicing=Slicing.kTensor)

@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from in_process_job import adam, building, job_of, mlp, reference, run_hosted, usual_loop, vectors
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
+from transport_pairs import SERVER, WAIT, WORKER, Recorder
 
 from topotrain.comm.emulation import link as emulated
-from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
 from topotrain.comm.emulation.link import (
     PACKET,
     REPAIR_S,
@@ -27,10 +25,8 @@ from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
-from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.protocol import Values
 from topotrain.tools import amounts
 from topotrain.tools.cli import job_arguments
 
@@ -247,47 +243,6 @@ def test_a_peer_that_is_gone_is_an_error_for_the_sender(tcp: Any, tmp_path: Path
 
 
 # ---- the transport ---------------------------------------------------------------------------------------------------
-
-
-class LinkedTransports(TransportGroup):
-    """TCP transports on hosts of their own, a worker's and a server's, with so many sockets per connection."""
-
-    def __init__(self, directory: Path, lanes: int) -> None:
-        super().__init__("tcp")
-        self._folder, self._lanes = directory, lanes
-
-    def wire(self, **changes: object) -> TcpTransport:
-        network = EmulatedNetwork(LINKS[2], self._folder, "k", APART)
-        wire = EmulatedTcpTransport(network, identity(**changes), lanes=self._lanes)
-        self.wires.append(wire)
-        return wire
-
-
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_messages_go_through_the_link_in_both_directions(
-    tmp_path: Path, lanes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[int] = []
-
-    def post(self: ShapedSocket, piece: bytes, really: Any = ShapedSocket._post) -> int:
-        sent.append(len(piece))
-        return int(really(self, piece))
-
-    monkeypatch.setattr(ShapedSocket, "_post", post)
-    transports = LinkedTransports(tmp_path, lanes)
-    pair = Pair(transports)
-    body = torch.arange(300_001, dtype=torch.float32)
-    for n in range(3):
-        pair.to_server(Values(round=n, bucket=body.numel(), version=0, body=body))
-        pair.to_worker(Values(round=-n, bucket=body.numel(), version=0, body=-body))
-    for n in range(3):
-        to_server, to_worker = pair.server.next(), pair.worker.next()
-        assert (to_server.round, to_worker.round) == (n, -n)
-        assert torch.equal(to_server.body, body)
-        assert torch.equal(to_worker.body, -body)
-    assert sum(sent) > 6 * body.nbytes
-    transports.close()
-    assert {pair.worker.end(), pair.server.end()} <= {"closed by the peer", "closed on this side"}
 
 
 # ---- the layout and the job ------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from topotrain.core.events import Apart, Event, LastingNotice, Notice
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.optim.optimizer_part import OptimizerPart, PartGroup
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
-from topotrain.core.server.group_sync import MasterSync, RingSync
+from topotrain.core.protocol import Delta, MasterValue
+from topotrain.core.server.group_sync import MasterSync
 from topotrain.launch import JobOutcome
 from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.tools.monitor.job_report import Report
@@ -85,21 +85,6 @@ def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
     ((_, reply),) = master.meet(1, delta, delta.body.clone())
     other.meet(0, reply, reply.body.clone())
     assert (other.distance.exchanges, other.distance.updates) == (2, 3), "nothing new of others the second time"
-
-
-def test_an_exchange_between_neighbors_of_a_ring_does_so_too() -> None:
-    values, (left, right) = two(lambda g, view: RingSync(g, 2, view, 1))
-    for _ in range(4):
-        values[1][:64] += 1.0
-        right.updated([0])
-    values[0][:64] += 2.0
-    ((_, offer),) = left.updated([0])
-    assert isinstance(offer, PairOffer)
-    ((_, reply),) = right.meet(0, offer, offer.body.clone())
-    assert isinstance(reply, PairReply) and reply.updates == 4
-    left.meet(1, reply, reply.body.clone())
-    assert (left.distance.exchanges, left.distance.updates, left.distance.most) == (1, 4, 4)
-    assert left.distance.share == pytest.approx(2 / 4)  # 3 and 5 meet at 4
 
 
 @pytest.mark.simulated

@@ -19,19 +19,6 @@ def staged(group, step, finite=True, power=0.0, infinity=False, applied=0):
 # --- clocks ------------------------------------------------------------------------------------------------------
 
 
-def test_the_lead_is_over_the_slowest_live_group():
-    clocks = Clocks((0, 1, 2), 1)
-    assert all(clocks.may_start(g) for g in range(3))
-    clocks.tick(0)
-    assert clocks.lead(0) == 1 and clocks.may_start(0)
-    clocks.tick(0)
-    assert not clocks.may_start(0) and clocks.may_start(1)
-    clocks.tick(1)
-    assert not clocks.may_start(0)
-    clocks.leave(2)
-    assert clocks.may_start(0) and clocks.live() == [0, 1]
-
-
 def test_unset_is_unbounded_and_0_is_a_barrier_in_group_order():
     free, barrier = Clocks((0, 1), None), Clocks((0, 1), 0)
     for _ in range(9):
@@ -59,19 +46,6 @@ def test_who_is_back_stands_where_the_slowest_of_the_others_stands():
     assert clocks.clock(1) == 6  # never back
 
 
-def test_all_stand_at_the_same_point_after_warm_up():
-    clocks = Clocks((0, 1), 0)
-    clocks.set_all(7)
-    assert (clocks.clock(0), clocks.clock(1), clocks.lead(0)) == (7, 7, 0)
-
-
-def test_when_no_worker_is_live_none_is_waited_for():
-    clocks = Clocks((0,), 0)
-    clocks.tick(0)
-    clocks.leave(0)
-    assert clocks.lead(0) == 0 and clocks.may_start(0)
-
-
 @given(st.integers(2, 4), st.integers(0, 3), st.integers(0, 2**32))
 def test_groups_that_start_only_when_they_may_never_lead_by_more_than_the_bound(groups, bound, seed):
     """One step more is under way: what starts at a lead of `bound` ends at `bound` + 1."""
@@ -84,18 +58,6 @@ def test_groups_that_start_only_when_they_may_never_lead_by_more_than_the_bound(
 
 
 # --- decisions ---------------------------------------------------------------------------------------------------
-
-
-def test_a_step_is_ready_when_all_shards_have_staged_it():
-    log = DecisionLog(3)
-    log.staged(0, staged(4, 0))
-    log.staged(0, staged(4, 0))
-    log.staged(2, staged(4, 0))
-    assert log.ready() == []
-    log.staged(1, staged(4, 0))
-    assert log.ready() == [(4, 0)]
-    assert log.decide(4, 0) == StepDecision(0, 4, 0, False, 0.0)
-    assert log.ready() == []
 
 
 def test_one_shard_that_overflows_skips_the_step_on_all():
@@ -216,16 +178,6 @@ def test_shards_that_vote_in_any_order_get_one_list(shards, groups, steps, seed)
 
 
 # --- streams -----------------------------------------------------------------------------------------------------
-
-
-def test_a_stream_goes_on_where_it_was():
-    streams = AppliedBatches()
-    assert streams.verdict((7, 0, 2)) == "new"
-    streams.record((7, 0, 2))
-    assert streams.verdict((7, 3, 3)) == "new"
-    assert streams.verdict((7, 0, 2)) == "known"
-    assert streams.verdict((7, 1, 2)) == "known"
-    assert streams.verdict(()) == "new"
 
 
 @pytest.mark.parametrize("marks", [(7, 4, 4), (7, 2, 3), (8, 1, 1)])

@@ -85,11 +85,6 @@ def test_unequal_weights():
     assert torch.equal(mean_of(parts, ((0, 1), (2, 3)), divide=False), (a + b) + (c + d))
 
 
-def test_one_part_is_itself_bit_for_bit():
-    (part,) = parts_of(1, weights=(3.0,)).values()
-    assert torch.equal(mean_of({0: part}, ((0,),)), part[1])
-
-
 def test_a_missing_gradient_is_zero_but_its_weight_counts():
     parts = parts_of(3)
     a, _, c = (grad for _, grad in parts.values())
@@ -215,15 +210,6 @@ def test_a_backward_is_over_when_all_workers_are_in_it():
     assert empty.closed(0) is None
     empty.end(1, BackwardEnd(0, 0, 1.0, b""))
     assert empty.closed(0) == ReducedBackward(0, 0)
-
-
-def test_several_backwards_are_summed_mean_by_mean():
-    group = Group(2)
-    for ordinal, values in enumerate([(1, 2), (10, 20), (100, 200)]):
-        group.backward(values, ordinal)
-    assert group.commit_all(backwards=3)
-    a, b, c = torch.full((64,), 1.5), torch.full((64,), 15.0), torch.full((64,), 150.0)
-    assert torch.equal(group.gradient(0), (a + b) + c)
 
 
 def test_a_mean_stays_until_the_next_backward_and_a_part_may_be_missing_in_some():

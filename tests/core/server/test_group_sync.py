@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 import torch
 from exchanging_groups import BUCKETS, Groups, walk
 from hypothesis import given, settings
@@ -63,12 +62,6 @@ def test_sync_freq_counts_local_updates():
         assert len(groups.ways[1, 0]) == expected
 
 
-def test_a_master_sends_nothing_of_its_own_bucket():
-    groups = Groups(2, master)
-    groups.update(0, 1, [0])
-    assert not groups.ways[0, 1]
-
-
 def test_an_early_delta_waits_for_the_one_before():
     groups = Groups(2, master)
     body = torch.ones(64)
@@ -121,10 +114,3 @@ def test_alone_there_is_nothing_to_agree():
     alone.begin()
     assert alone.updated([0, 1]) == alone.drain() == alone.meet(1, Delta(0, 1), torch.zeros(1)) == []
     assert alone.drained()
-
-
-@pytest.mark.parametrize("groups", [2, 3])
-def test_a_ring_has_two_neighbors(groups):
-    made = Groups(groups, ring_of(groups))
-    made.update(groups - 1, 1, [0])
-    assert [way for way, queue in made.ways.items() if queue] == [(groups - 1, 0)]

@@ -14,7 +14,6 @@ from topotrain.core import protocol as m
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.protocol import NO_REVISION
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.training.data.data_messages import Lease, LeaseRequest
 
 # --- joining -----------------------------------------------------------------------------------------------------
 
@@ -255,13 +254,6 @@ def test_a_worker_that_ends_while_another_waits_is_named(late):
     assert f"worker {leave.index} ended its script after 0 steps" in fail.text
 
 
-@pytest.mark.parametrize("bucket", [-1, 1, 2**40])
-def test_buckets_of_others_are_refused(bucket):
-    harness = started()
-    with pytest.raises(m.ProtocolError, match=f"bucket {bucket} is not mine"):
-        harness.say(worker(), server(), m.Push(0, 1, bucket, 1.0, b"\x01", body=torch.zeros(192)))
-
-
 def test_bodies_must_be_there_and_fit():
     harness = started()
     with pytest.raises(m.ProtocolError, match="Push without a body"):
@@ -292,35 +284,6 @@ def test_bodies_are_received_where_they_belong():
 
 
 # --- optimizer state ---------------------------------------------------------------------------------------------
-
-
-def test_optimizer_state_goes_out_and_comes_back():
-    def adam(parameters):
-        return torch.optim.Adam(parameters, lr=0.5)
-
-    harness = started(optimizer=adam, nservers_per_group=2)
-    harness.step(worker(), 2)
-    for to in harness.homes(worker()):
-        harness.say(worker(), to, m.StateRequest(5))
-    parts = harness.heard(worker(), m.StatePart)
-    assert {p.round for p in parts} == {5}
-    ends = [p for p in parts if not p.key]
-    assert len(ends) == 2 and sum(p.number for p in ends) == len(parts) - 2
-    assert {p.key for p in parts if p.key} == {"step", "exp_avg", "exp_avg_sq"}
-    elements = sum(p.body.numel() for p in parts if p.key == "exp_avg")
-    assert elements == 150
-    other = started(optimizer=adam, nservers_per_group=2)
-    for part in parts:
-        if part.key:
-            other.say(worker(), server(0, other.map.buckets[part.bucket].shard), replace(part, round=0))
-    for name in (harness, other):
-        for to in name.homes(worker()):
-            name.say(worker(), to, m.StateRequest(6))
-    first, second = ({(p.bucket, p.piece, p.key): p for p in h.heard(worker(), m.StatePart)} for h in (harness, other))
-    assert first.keys() == second.keys()
-    for key, part in first.items():
-        assert part.number == second[key].number
-        assert part.body is None or torch.equal(part.body, second[key].body)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1], [1, 1, 0, 0, 2]])
@@ -382,12 +345,3 @@ def test_the_result_is_the_master_view_after_the_drain(agreement, expected):
     assert harness.values(worker(0)) == expected
     assert harness.heard(worker(0), m.ModelBufferValue) == [m.ModelBufferValue(2, -1)]
     assert all(s.done for s in harness.servers.values())
-
-
-def test_questions_about_data_go_to_server_0_0():
-    harness = started(nworker_groups=2, nserver_groups=2)
-    harness.say(worker(1), server(), LeaseRequest(0, 0, 3, 0, 0, False))
-    (lease,) = harness.heard(worker(1), Lease)
-    assert (lease.epoch, lease.first) == (0, 0)
-    with pytest.raises(m.ProtocolError, match="server 1/0 does not accept LeaseRequest from worker 1/0"):
-        harness.say(worker(1), server(1), LeaseRequest(0, 0, 3, 0, 0, False))
