@@ -1,9 +1,11 @@
 """Endpoints and transports for the tests of transports: an endpoint that records all messages, and pairs of them."""
 
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Queue
+from typing import Any
 
 import torch
 
@@ -131,3 +133,25 @@ class Pair:
 
     def to_worker(self, message: Message) -> None:
         self.server_wire.send(SERVER, WORKER, message)
+
+
+def send_parts(channel: Any, raw: bytes, sizes: Sequence[tuple[int, bool]], buffers: int) -> None:
+    """As an outbox does: without waiting first, then with it, and the same bytes again when they were not taken.
+
+    sizes: of the parts, and whether it waits from the first on. buffers: of which a part consists.
+    """
+    rest = memoryview(raw)
+    for size, wait in sizes:
+        part, rest = rest[:size], rest[size:]
+        step = -(-len(part) // buffers) or 1
+        views = [part[at : at + step] for at in range(0, len(part), step)]
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while views:
+            try:
+                count = channel.sendmsg(views, (), flags)
+            except BlockingIOError:
+                count, flags = channel.sendmsg(views), 0
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if views:
+                views[0] = views[0][count:]

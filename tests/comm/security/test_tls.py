@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-import struct
 import subprocess
 import sys
 import threading
@@ -101,70 +100,6 @@ def test_the_own_end_wakes_a_reader():
         client.shutdown(socket.SHUT_RDWR)
         assert waiting() == b""
         assert server.recv(10) == b""
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 2 * PIECE), st.booleans()), max_size=8),
-    st.lists(st.tuples(st.integers(1, 2 * PIECE), st.booleans()), max_size=8),
-    st.integers(1, 3),
-)
-@settings(max_examples=examples(40), deadline=None)
-def test_what_goes_in_comes_out_however_it_is_cut(sends, receives, buffers):
-    with channels(SO_SNDBUF=4096) as (here, there):  # small: often the kernel takes a part of what is sealed
-        sent = over(send, here, RAW, [*sends, (len(RAW), False)], buffers)
-        got = bytearray()
-        for size, whole in [*receives, (len(RAW), True)]:
-            size = min(size, len(RAW) - len(got))
-            if not size:
-                break
-            target = bytearray(size)
-            count = there.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
-            assert count == size or (not whole and count > 0)
-            got += target[:count]
-        assert sent() is None
-        assert got == RAW
-        here.shutdown(socket.SHUT_WR)
-        assert there.recv_into(bytearray(10), 0, socket.MSG_WAITALL) == 0
-
-
-def send(channel, raw, sizes, buffers):
-    """As an outbox does: without waiting first, then with it, and the same bytes again when they were not taken."""
-    rest = memoryview(raw)
-    for size, wait in sizes:
-        part, rest = rest[:size], rest[size:]
-        step = -(-len(part) // buffers) or 1
-        views = [part[at : at + step] for at in range(0, len(part), step)]
-        flags = 0 if wait else socket.MSG_DONTWAIT
-        while views:
-            try:
-                count = channel.sendmsg(views, (), flags)
-            except BlockingIOError:
-                count, flags = channel.sendmsg(views), 0
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if views:
-                views[0] = views[0][count:]
-
-
-def test_two_threads_on_each_end_at_once():
-    size, rounds = 3 * PIECE + 7, 10
-    with channels() as pair:
-
-        def talk(channel, seed):
-            raw = bytearray(torch.full((size,), seed, dtype=torch.uint8).numpy().tobytes())
-            for number in range(rounds):
-                struct.pack_into("<I", raw, size // 2, number)
-                channel.sendall(raw)
-
-        def listen(channel, seed):
-            raw = bytearray(size)
-            for number in range(rounds):
-                assert channel.recv_into(raw, 0, socket.MSG_WAITALL) == size
-                assert struct.unpack_from("<I", raw, size // 2) == (number,)
-                assert raw.count(seed) >= size - 4
-
-        waits = [over(f, pair[n], s) for n, s in ((0, 5), (1, 6)) for f, s in ((talk, s), (listen, 11 - s))]
-        assert [wait() for wait in waits] == [None] * 4
 
 
 class Dripping:

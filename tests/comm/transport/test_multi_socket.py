@@ -8,17 +8,14 @@ from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from seeds import examples
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity, send_parts
 
 from topotrain.comm.security.handshake import SocketNumber, dial
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.multi_socket import STRIPE, MultiSocketChannel, PendingSockets
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Fetch, Push, Values
+from topotrain.core.protocol import Fetch, Values
 
 
 def bundles(lanes: int, ahead: int = 0) -> tuple[MultiSocketChannel, MultiSocketChannel, list[socket.socket]]:
@@ -35,48 +32,9 @@ def close(*bundles: MultiSocketChannel) -> None:
 RAW = torch.arange(STRIPE * 2, dtype=torch.int32).numpy().tobytes()  # 8 stripes
 
 
-@given(
-    st.integers(2, 5),
-    st.lists(st.integers(1, 3 * STRIPE), max_size=8),
-    st.lists(st.tuples(st.integers(1, 3 * STRIPE), st.booleans()), max_size=8),
-    st.integers(1, 3),
-)
-@settings(max_examples=examples(40), deadline=None)
-def test_what_goes_in_comes_out_however_it_is_cut(lanes, sends, receives, buffers):
-    here, there, _ = bundles(lanes)
-    sender = threading.Thread(target=send, args=(here, RAW, [*sends, len(RAW)], buffers))
-    sender.start()
-    got = bytearray()
-    for size, whole in [*receives, (len(RAW), True)]:
-        size = min(size, len(RAW) - len(got))
-        target = bytearray(size)
-        count = there.recv_into(target, 0, socket.MSG_WAITALL if whole else 0)
-        assert count == size or (not whole and count > 0)
-        got += target[:count]
-    sender.join(WAIT)
-    assert got == RAW
-    here.shutdown(socket.SHUT_WR)
-    assert there.recv_into(bytearray(10)) == 0
-    close(here, there)
-
-
-def send(bundle: MultiSocketChannel, raw: bytes, sizes: list[int], buffers: int) -> None:
-    rest = memoryview(raw)
-    for size in sizes:
-        part, rest = rest[:size], rest[size:]
-        step = -(-len(part) // buffers) or 1
-        views = [part[at : at + step] for at in range(0, len(part), step)]
-        while views:
-            count = bundle.sendmsg(views)
-            while views and count >= len(views[0]):
-                count -= len(views.pop(0))
-            if views:
-                views[0] = views[0][count:]
-
-
 def test_the_lanes_take_turns():
     here, there, socks = bundles(4)
-    sender = threading.Thread(target=send, args=(here, RAW, [len(RAW)], 1))
+    sender = threading.Thread(target=send_parts, args=(here, RAW, [(len(RAW), True)], 1))
     sender.start()
     parts = [b"", b"", b"", b""]
     for stripe in range(len(RAW) // STRIPE):
@@ -104,7 +62,7 @@ def test_a_greeting_on_the_first_lane_is_no_part_of_the_stream():
     here, there, socks = bundles(2, ahead=7)
     here.sendmsg([b"welcome"])
     assert socks[1].recv(7) == b"welcome"
-    sender = threading.Thread(target=send, args=(here, RAW, [len(RAW)], 1))
+    sender = threading.Thread(target=send_parts, args=(here, RAW, [(len(RAW), True)], 1))
     sender.start()
     got = bytearray(len(RAW))
     assert there.recv_into(got, 0, socket.MSG_WAITALL) == len(RAW)
@@ -128,25 +86,6 @@ def lanes_of(transports: TransportGroup, lanes: int, **changes) -> TcpTransport:
     wire = TcpTransport(identity(**changes), lanes=lanes)
     transports.wires.append(wire)
     return wire
-
-
-def test_messages_and_bodies_arrive_in_order_both_ways(transports):
-    pair = Pair(transports)
-    bodies = [torch.arange(float(size)) for size in (0, 1, 77, 1 << 14, 300_001, 1 << 20)]
-    sent = [Push(i, 0, body.numel(), 1.0, b"", body=body) for i, body in enumerate(bodies * 4)]
-    for i, message in enumerate(sent):
-        pair.to_server(message)
-        pair.to_server(Fetch(i))
-        pair.to_worker(Values(i, message.bucket, 0, body=message.body))
-    for i, message in enumerate(sent):
-        got = pair.server.next()
-        assert got == message
-        assert torch.equal(got.body, message.body)
-        assert pair.server.next() == Fetch(i)
-        assert torch.equal(pair.worker.next().body, message.body)
-    pair.worker_wire.close()
-    assert "closed" in pair.server.end()
-    assert "closed" in pair.worker.end()
 
 
 def test_a_dead_lane_is_a_dead_connection(transports):
