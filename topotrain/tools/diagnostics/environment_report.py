@@ -46,7 +46,7 @@ def environment_report(environ: Mapping[str, str]) -> dict[str, Any]:
         "torch": torch_facts(),
         "libraries": {name: installed(name) for name in LIBRARIES},
         "system": _system(),
-        "cpu": _cpu(),
+        "cpu": {"model": processor_name(), "count": os.cpu_count(), "usable": len(os.sched_getaffinity(0))},
         "memory": _memory(),
         "variables": shown_variables(environ),
     }
@@ -120,10 +120,6 @@ def _system() -> dict[str, Any]:
         name = platform.system()
     libc = " ".join(platform.libc_ver()).strip()
     return {"name": name, "kernel": platform.release(), "machine": platform.machine(), "libc": libc or UNKNOWN}
-
-
-def _cpu() -> dict[str, Any]:
-    return {"model": processor_name(), "count": os.cpu_count(), "usable": len(os.sched_getaffinity(0))}
 
 
 def processor_name() -> str:

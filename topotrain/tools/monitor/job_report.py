@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from time import monotonic
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from topotrain.config.job import Job
 from topotrain.config.slice_size import slice_bytes
@@ -46,6 +46,7 @@ from topotrain.tools.monitor.progress.process_tally import Point, ProcessCounts,
 from topotrain.tools.monitor.round_report import round_report
 from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
+from topotrain.tools.recording.job_summary import finite
 
 _FIRST = Address(Role.WORKER, 0, 0)
 _KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resized, StateTaken, Tabled, Tested)
@@ -111,7 +112,7 @@ class Report:
         self._tallies: dict[str, ProcessTally] = {}  # also of those that have left
         self._tally_all()
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
-        self._kept: dict[type[Event], list[Event]] = {kind: [] for kind in _KEPT}
+        self._kept: list[Event] = []
         self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
         self._rounds: Rounds | None = None
@@ -127,12 +128,11 @@ class Report:
     def __call__(self, event: Event) -> None:
         for process in self.states.on_event(event, monotonic()):
             self._tallies[process.who].take(process.pid, event)
-        kept = self._kept.get(type(event))
-        if kept is not None:
-            kept.append(event)
+        if isinstance(event, StepDone | Output):
+            return  # most events are of these
+        if isinstance(event, _KEPT):
+            self._kept.append(event)
         match event:
-            case StepDone() | Output():
-                return  # first: most events are of these
             case Counted():
                 self._counted.update(event.samples)
             case Apart():
@@ -149,7 +149,7 @@ class Report:
                 pass
 
     def _all(self, kind: type[_E]) -> list[_E]:
-        return cast(list[_E], self._kept[kind])
+        return [event for event in self._kept if isinstance(event, kind)]
 
     def _tally_all(self) -> None:
         """Count for all processes of the layout; those that have left may be back."""
@@ -199,7 +199,7 @@ class Report:
             "framework": self.topology.framework,
             "workspace": self.job.workspace,
             "code": outcome.code,
-            "cause": _cause(outcome.cause),
+            "cause": None if outcome.cause is None else asdict(outcome.cause),
             "layout": self.topology.as_data(),
             "slice_bytes": slice_bytes(self.topology),
             "seconds": seconds,
@@ -207,8 +207,8 @@ class Report:
             "steps": max((tally.whole.steps for tally in workers), default=0),
             "samples": sum(self._samples(who, each) for who, each in tallies.items() if who.startswith("worker ")),
             "samples_per_s": given / seconds if seconds > 0 else 0.0,
-            "last_loss": _finite(sum(losses) / len(losses)) if losses else None,
-            "metrics": {name: _finite(value) for each in self._all(Metrics) for name, value in each.values.items()},
+            "last_loss": finite(sum(losses) / len(losses)) if losses else None,
+            "metrics": {name: finite(value) for each in self._all(Metrics) for name, value in each.values.items()},
             "tests": _points([test for test in tests if test.kind == "test"]),
             "validations": _points([test for test in tests if test.kind == "validate"]),
             "evaluations_skipped": max((test.skipped for test in tests), default=0),
@@ -262,7 +262,7 @@ class Report:
         tallies = [known[str(r)] for r in residents]
         return {
             "unit": unit,
-            "rank": self._rank(workers[0]) if workers else None,
+            "rank": workers[0].group * self.topology.workers_per_group + workers[0].index if workers else None,
             "pid": pid,
             "workers": [[r.group, r.index] for r in workers],
             "servers": [[r.group, r.index] for r in residents if r.role is Role.SERVER],
@@ -271,9 +271,6 @@ class Report:
             **_traffic(tallies),
             **_staleness(tallies),
         }
-
-    def _rank(self, worker: Address) -> int:
-        return worker.group * self.topology.workers_per_group + worker.index
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +304,7 @@ def _resize(found: Resized, recovered: Recovered | None) -> dict[str, Any]:
 
 
 def _points(tests: Sequence[Tested]) -> list[dict[str, Any]]:
-    return [{"step": one.step} | {name: _finite(value) for name, value in one.values.items()} for one in tests]
+    return [{"step": one.step} | {name: finite(value) for name, value in one.values.items()} for one in tests]
 
 
 def _tables(held: Sequence[Tabled]) -> list[dict[str, Any]]:
@@ -321,11 +318,6 @@ def _tables(held: Sequence[Tabled]) -> list[dict[str, Any]]:
         }
         for name, some in tables.items()
     ]
-
-
-def _finite(value: float) -> float | None:
-    """Return None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
 
 
 def _staleness(tallies: Sequence[ProcessTally]) -> dict[str, Any]:
@@ -349,17 +341,13 @@ def _apart(servers: Sequence[Apart]) -> dict[str, Any] | None:
         "exchanges": exchanges,
         "updates_mean": sum(one.exchanges * one.updates_mean for one in servers) / exchanges,
         "updates_max": max(one.updates_max for one in servers),
-        "share": _finite(math.sqrt(squares / exchanges)),
+        "share": finite(math.sqrt(squares / exchanges)),
     }
 
 
 def _traffic(tallies: Sequence[ProcessTally]) -> dict[str, int]:
     counts = [tally.whole for tally in tallies]
     return {name: sum(getattr(count, name) for count in counts) for name in ("bytes_out", "bytes_in", "bytes_link")}
-
-
-def _cause(failed: Failed | None) -> dict[str, str] | None:
-    return None if failed is None else asdict(failed)
 
 
 def story(cause: Failed, job: Job, topology: Topology) -> str:

@@ -96,7 +96,7 @@ class JobFigures:
             "eta_s": None if over else _rounded(done.left_s(self.at)),
             "epoch": done.epoch if done.epoch >= 0 else None,
             "step": max((each.figures.step for each in workers), default=0),
-            "loss": _finite(sum(losses) / len(losses)) if losses else None,
+            "loss": finite(sum(losses) / len(losses)) if losses else None,
             "samples_per_s": _sum(rates),
         }
 
@@ -125,14 +125,14 @@ def _worker(process: ProcessTrack) -> dict[str, Any]:
         "state": process.states.now or "starting",
         "pid": process.pid,
         "step": figures.step,
-        "loss": None if figures.loss is None else _finite(figures.loss),
+        "loss": None if figures.loss is None else finite(figures.loss),
         "samples_per_s": _rounded(figures.samples_per_s),
-        "staleness_mean": _finite(staleness.mean),
-        "staleness_p95": _finite(staleness.p95),
+        "staleness_mean": finite(staleness.mean),
+        "staleness_p95": finite(staleness.p95),
         "staleness_max": staleness.max,
         "waiting_share": _rounded(figures.waiting_share),
         "memory_bytes": process.memory_bytes,
-        "log": {name: _finite(value) for name, value in figures.log.items()},
+        "log": {name: finite(value) for name, value in figures.log.items()},
     }
 
 
@@ -146,7 +146,8 @@ def _server(process: ProcessTrack) -> dict[str, Any]:
     }
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """Return None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
