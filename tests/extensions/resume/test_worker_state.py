@@ -152,58 +152,63 @@ def test_a_process_that_dies_before_its_first_batch_begins_at_the_beginning():
     assert told(run) == told(plain)
 
 
+HALVES = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+
+
+def rates(run: JobRun, who: Any = None) -> list[float]:
+    return [step.rates[0] for step in run.seen if who is None or step.who == who]
+
+
+def rates_of(script: Script) -> list[float]:
+    """The rates of a run that nothing disturbs."""
+    run = JobRun(NATURAL, script)
+    run.run()
+    return rates(run)
+
+
 @pytest.mark.parametrize("per", ["step", "epoch"])
 def test_rates_and_what_is_kept_come_back(per):
-    script = Script(shuffled, 3, partial(lr_scheduler.StepLR, step_size=1, gamma=0.5), per)
-    plain, run = JobRun(NATURAL, script), JobRun(NATURAL, script)
-    plain.run()
+    script = Script(shuffled, 3, HALVES, per)
+    run, expected = JobRun(NATURAL, script), rates_of(script)
     run.run(8)
     run.step(0, commits=False)  # the deposit with the eighth step's rate is made as the ninth batch is given
     run.restart(0)
     run.run()
-    assert [step.rates[0] for step in run.seen] == [step.rates[0] for step in plain.seen]
-    assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(plain.seen) == len(run.seen)
+    assert rates(run) == expected
+    assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(expected) == len(run.seen)
 
 
 @pytest.mark.parametrize("size", [4, 23])
 @pytest.mark.parametrize("per", ["step", "epoch"])
 def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_the_schedulers(per, size):
     """Else the workers of a group would disagree about it, since the others may have saved theirs."""
-    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    script = Script(partial(shuffled, size=size), 3 if size == 4 else 6, schedule, per)
-    plain = JobRun(NATURAL, script)
-    plain.run()
-    expected = [step.rates[0] for step in plain.seen]
+    script = Script(partial(shuffled, size=size), 3 if size == 4 else 6, HALVES, per)
+    expected = rates_of(script)
     for steps in (1, *range(2, len(expected), 1 if SOAK else 3)):
         run = JobRun(NATURAL, script)
         run.run(steps)  # the scheduler's step would follow
         run.restart(0)
         run.run()
-        found = [step.rates[0] for step in run.seen]
         # At the first step it is not known yet that the scheduler steps with each: it is one step behind.
         behind = per == "step" and steps == 1
-        assert found == ([expected[0], *expected[:-1]] if behind else expected), steps
+        assert rates(run) == ([expected[0], *expected[:-1]] if behind else expected), steps
 
 
 @pytest.mark.parametrize("ahead", [(), (0,), (1,), (0, 1)])
 @pytest.mark.parametrize("per", ["step", "epoch"])
 def test_workers_agree_about_the_rate_where_one_has_asked_for_the_second_batch(per, ahead):
     """The other one learns from its state what the scheduler does."""
-    schedule = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
-    script = Script(shuffled, 2, schedule, per)
-    plain = JobRun(NATURAL, script)
-    plain.run()
-    expected = [step.rates[0] for step in plain.seen]
-    run = JobRun(Shape(2), script)
+    script = Script(shuffled, 2, HALVES, per)
+    run, expected = JobRun(Shape(2), script), rates_of(script)
     run.run(1)
     for who in run.lease_server.workers:
         if who.index in ahead:
             run._advance(who)
     run.restart(0)
     run.run()
+    behind = per == "step" and not ahead
     for who in run.lease_server.workers:
-        found = [step.rates[0] for step in run.seen if step.who == who]
-        assert found == ([expected[0], *expected[:-1]] if per == "step" and not ahead else expected), who
+        assert rates(run, who) == ([expected[0], *expected[:-1]] if behind else expected), who
 
 
 LEFT = [Shape(), Shape(2, 1, "broadcast", True), Shape(1, 3, "static"), Shape(2, 2, "static", True)]
