@@ -155,3 +155,25 @@ def send_parts(channel: Any, raw: bytes, sizes: Sequence[tuple[int, bool]], buff
                 count -= len(views.pop(0))
             if views:
                 views[0] = views[0][count:]
+
+
+class Tap:
+    """A socket that keeps what goes through it, and can change it on its way out; `said` has each thing sent."""
+
+    def __init__(self, sock: socket.socket, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
+        self._sock, self._change, self.said, self.got = sock, change, [b""], b""
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._sock.settimeout(seconds)
+
+    def sendall(self, raw: bytes, flags: int = 0) -> None:
+        self.said.append(raw)
+        self._sock.sendall(self._change(raw))
+
+    def send(self, raw: bytes, flags: int = 0) -> int:
+        return self._sock.send(raw, flags)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        raw = self._sock.recv(size)
+        self.got += raw
+        return raw

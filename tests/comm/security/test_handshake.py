@@ -4,43 +4,20 @@ import shutil
 import socket
 import struct
 import threading
-import time
 from contextlib import closing
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch_targets import wait_for
 from seeds import examples
-from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Tap, TransportGroup, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
 from topotrain.comm.transport import Refused, TransportError, socket_transport
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
-
-
-class Tap:
-    """A socket that keeps what went through it, and can change it on its way out."""
-
-    def __init__(self, sock, change=lambda raw: raw):
-        self.sock, self.change, self.sent, self.got = sock, change, b"", b""
-
-    def settimeout(self, seconds):
-        self.sock.settimeout(seconds)
-
-    def sendall(self, raw):
-        self.sent += raw
-        self.sock.sendall(self.change(raw))
-
-    def send(self, raw, flags=0):
-        self.sent += raw
-        return self.sock.send(raw, flags)
-
-    def recv(self, size):
-        raw = self.sock.recv(size)
-        self.got += raw
-        return raw
 
 
 def meet(dialer, answerer, me=WORKER, wanted=SERVER, change=lambda raw: raw, here=(SERVER,)):
@@ -75,7 +52,7 @@ def test_each_side_learns_the_others_identity():
     said, heard, tap = meet(identity(incarnation=3, generation=5), identity(incarnation=4, generation=5))
     assert said == Peer(WORKER, SERVER, incarnation=4, generation=5)
     assert heard == Peer(SERVER, WORKER, incarnation=3, generation=5)
-    for raw in (tap.sent, tap.got):
+    for raw in (b"".join(tap.said), tap.got):
         assert len(raw) <= 512
         assert TOKEN not in raw
 
@@ -98,7 +75,7 @@ def test_each_mismatch_has_its_code(changes, code, turned):
     assert not isinstance(heard, Peer)
     assert len(tap.got) <= 512
     if code in ("JOB", "AUTH"):
-        assert us.digest.encode() not in tap.got + tap.sent  # a config is no business of strangers
+        assert us.digest.encode() not in tap.got + b"".join(tap.said)  # a config is no business of strangers
 
 
 def test_the_wanted_must_live_there():
@@ -142,7 +119,7 @@ def test_every_changed_byte_is_noticed(position, flip):
     with closing(a), pytest.raises(TransportError):
         dial(tap, identity(), WORKER, SERVER, seconds=0.2)
     thread.join()
-    changed = position < len(tap.sent)
+    changed = position < sum(map(len, tap.said))
     assert outcome == (["refused"] if changed else ["admitted"])
 
 
@@ -227,14 +204,6 @@ def closed_without_a_word(sock):
         return True
 
 
-def refusals(wire, code, count):
-    """Wait until the transport has counted so many refusals."""
-    until = time.monotonic() + WAIT
-    while wire.refusals().get(code, 0) < count:
-        assert time.monotonic() < until, wire.refusals()
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize(
     "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 5000]
 )
@@ -244,7 +213,7 @@ def test_probes_of_other_protocols_get_no_answer_and_disturb_no_peer(pair, raw):
         assert closed_without_a_word(sock)
     pair.to_server(Fetch(round=1))
     assert pair.server.next() == Fetch(round=1)
-    refusals(pair.server_wire, "STRANGER", 1)
+    wait_for(lambda: pair.server_wire.refusals().get("STRANGER"))
 
 
 @pytest.mark.parametrize(("kind", "proven"), [("tcp", False), ("shm", True)])
@@ -265,7 +234,7 @@ def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind,
     transports = TransportGroup(kind)
     pair = Pair(transports)
     through.set()
-    refusals(pair.server_wire, "STRANGER", 1)
+    wait_for(lambda: pair.server_wire.refusals().get("STRANGER"))
     assert len(attempts) > 1
     pair.to_server(Fetch(round=1))
     assert pair.server.next() == Fetch(round=1)

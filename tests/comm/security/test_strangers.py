@@ -15,7 +15,7 @@ from queue import Queue
 
 import pytest
 from random_frames import SEED, FrameGenerator, share
-from transport_pairs import SERVER, TOKEN, WORKER, Recorder, TransportGroup, identity
+from transport_pairs import SERVER, TOKEN, WORKER, Recorder, Tap, TransportGroup, identity
 
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import Peer, answer, dial
@@ -73,27 +73,6 @@ def acceptor() -> Iterator[Acceptor]:
     opened = Acceptor()
     yield opened
     opened.close()
-
-
-class Tape:
-    """A socket that keeps what its owner says."""
-
-    def __init__(self, sock: socket.socket, change: Callable[[bytes], bytes] = lambda raw: raw) -> None:
-        self.sock, self.change, self.sent = sock, change, [b""]
-
-    def settimeout(self, seconds: float | None) -> None:
-        self.sock.settimeout(seconds)
-
-    def sendall(self, raw: bytes, flags: int = 0) -> None:
-        raw = self.change(raw)
-        self.sent.append(raw)
-        self.sock.sendall(raw)
-
-    def send(self, raw: bytes, flags: int = 0) -> int:
-        return self.sock.send(raw, flags)
-
-    def recv(self, size: int, flags: int = 0) -> bytes:
-        return self.sock.recv(size)
 
 
 def member(sock: socket.socket) -> None:
@@ -179,7 +158,7 @@ def relay_that_changes_a_word(rng: FrameGenerator) -> Callable[[socket.socket], 
         damaged[rng.random.randrange(7, len(raw))] ^= 1 << rng.random.randrange(8)
         return bytes(damaged)
 
-    return lambda sock: dial(Tape(sock, change), US, WORKER, SERVER, 5)
+    return lambda sock: dial(Tap(sock, change), US, WORKER, SERVER, 5)
 
 
 def no_handshake(rng: FrameGenerator) -> Callable[[socket.socket], object]:
@@ -200,8 +179,8 @@ STRANGERS = (
 TAPES: list[list[bytes]] = []
 
 
-def recorded(sock: socket.socket, tapes: list[Tape]) -> None:
-    tapes.append(Tape(sock))
+def recorded(sock: socket.socket, tapes: list[Tap]) -> None:
+    tapes.append(Tap(sock))
     dial(tapes[0], US, WORKER, SERVER, 5)
 
 
@@ -209,9 +188,9 @@ def recorded(sock: socket.socket, tapes: list[Tape]) -> None:
 def tapes(acceptor: Acceptor) -> None:
     """Handshakes of members, as somebody on the way has recorded them."""
     for _ in range(5):
-        tapes: list[Tape] = []
+        tapes: list[Tap] = []
         assert isinstance(acceptor.accept(lambda sock, tapes=tapes: recorded(sock, tapes)), Peer)
-        TAPES.append(tapes[0].sent)
+        TAPES.append(tapes[0].said)
 
 
 def test_no_stranger_is_let_in(acceptor: Acceptor) -> None:

@@ -18,6 +18,7 @@ import pytest
 import redis_server
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_targets import wait_for
 
 from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.store import StoreError, maintained_values, open_store, serve_store, within
@@ -254,18 +255,11 @@ def test_a_value_may_have_1_mib_and_no_more(store):
             call("k", value=bytes((1 << 20) + 1))
 
 
-def wait_until(condition):
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def test_a_value_with_a_ttl_goes(store, opened):
     store.set("a", b"1", ttl=0.2)
     assert store.compare_and_set("b", None, b"1", ttl=0.2)
     store.set("stays", b"1", ttl=1000)
-    wait_until(lambda: store.get("a") is None and store.get("b") is None)
+    wait_for(lambda: store.get("a") is None and store.get("b") is None)
     assert opened().keys() == ["stays"]
     assert store.compare_and_set("a", None, b"2")  # what is gone is none
     assert not store.compare_and_set("b", b"1", b"2")
@@ -274,7 +268,7 @@ def test_a_value_with_a_ttl_goes(store, opened):
     store.set("stays", b"2", ttl=0.2)
     store.set("stays", b"3")  # a write without a ttl ends the old one
     store.set("goes", b"1", ttl=0.2)
-    wait_until(lambda: store.get("goes") is None)
+    wait_for(lambda: store.get("goes") is None)
     assert store.get("stays") == b"3"
 
 
@@ -568,7 +562,7 @@ def test_redis_connections_that_are_lost_are_made_again(redis_url):
     store.set("k", b"1")
     with other.client as client, ThreadPoolExecutor(1) as pool:
         watch = pool.submit(store.watch, "k", 20, b"1")
-        wait_until(lambda: client.pubsub_numsub("topotrain/k")[0][1] == 1)
+        wait_for(lambda: client.pubsub_numsub("topotrain/k")[0][1] == 1)
         client.client_kill_filter(_type="normal", skipme=True)
         client.client_kill_filter(_type="pubsub", skipme=True)
         assert store.get("k") == b"1"

@@ -2,14 +2,14 @@
 
 import socket
 import threading
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
 import torch
+from launch_targets import wait_for
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, place_new
 
-from topotrain.comm.transport import TransportError
+from topotrain.comm.transport import TransportError, frame_writer
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame import HEADER_BYTES, Header
 from topotrain.comm.transport.frame_writer import LIMIT, OVERHEAD
@@ -23,14 +23,6 @@ MANY = 3 * LIMIT // BODY.nbytes + 4  # more than queue, kernel and the reader of
 
 def values(i: int) -> Values:
     return Values(i, BODY.numel(), 0, body=BODY)
-
-
-def until(true) -> None:
-    """Wait for what another thread does; fails after WAIT seconds."""
-    end = time.monotonic() + WAIT
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @contextmanager
@@ -67,7 +59,7 @@ class Sender:
 
     def waits(self) -> None:
         """Return when the thread waits for room."""
-        until(lambda: self._connection._out._room._waiters)
+        wait_for(lambda: self._connection._out._room._waiters)
 
     def join(self) -> None:
         self.thread.join(WAIT)
@@ -87,7 +79,7 @@ def test_a_script_waits_for_a_peer_that_does_not_read_and_goes_on_as_it_reads():
             assert connection.queued <= LIMIT + OVERHEAD + HEADER_BYTES + 8
         sender.join()
         assert (sender.sent, sender.error) == (MANY, None)
-        until(lambda: not connection.queued)
+        wait_for(lambda: not connection.queued)
 
 
 def test_what_travels_as_a_reference_takes_hardly_any_room():
@@ -161,27 +153,29 @@ def test_a_server_takes_no_more_requests_from_a_worker_that_leaves_its_answers_l
     with idle_peer(SERVER, WORKER) as (sock, resident, connection):
         resident.on_handle = answer
         sock.sendall(b"".join(map(ask, range(1, 1001))))  # 16 GB of answers
-        until(lambda: connection._out._room._waiters)
+        wait_for(lambda: connection._out._room._waiters)
         assert asked <= LIMIT // BODY.nbytes + 2
         assert connection.queued <= LIMIT + BODY.nbytes + 2 * OVERHEAD
         before, left = asked, 3 * BODY.nbytes
         while left > 0:  # it reads some, and some more are taken
             left -= len(sock.recv(1 << 20))
-        until(lambda: asked > before)
-        until(lambda: connection._out._room._waiters)
+        wait_for(lambda: asked > before)
+        wait_for(lambda: connection._out._room._waiters)
         assert connection.queued <= LIMIT + BODY.nbytes + 2 * OVERHEAD
         sock.close()  # and its death is noticed although the server was not reading
         assert resident.end()
 
 
-def test_a_flood_of_small_requests_is_bounded_too():
+def test_a_flood_of_small_requests_is_bounded_too(monkeypatch):
+    limit = 1 << 20
+    monkeypatch.setattr(frame_writer, "LIMIT", limit)
     with idle_peer(SERVER, WORKER) as (sock, resident, connection):
         resident.on_handle = lambda sender, message: connection.send(Finish(message.round))
-        flood = threading.Thread(target=send_all, args=(sock, b"".join(map(ask, range(1, 100_001)))))
+        flood = threading.Thread(target=send_all, args=(sock, b"".join(map(ask, range(1, 10_001)))))
         flood.start()
-        until(lambda: connection._out._room._waiters)
-        assert connection.queued <= LIMIT + 2 * OVERHEAD
-        assert resident.got.qsize() < 2 * LIMIT // OVERHEAD
+        wait_for(lambda: connection._out._room._waiters)
+        assert connection.queued <= limit + 2 * OVERHEAD
+        assert resident.got.qsize() < 2 * limit // OVERHEAD
         sock.shutdown(socket.SHUT_RDWR)
         flood.join(WAIT)
 
