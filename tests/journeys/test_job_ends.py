@@ -1,16 +1,15 @@
 """How jobs end when something goes wrong: soon, with every process gone, and with the first cause told."""
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
+from killed_jobs import begun, entries
 from shells import alive
 from soak_cases import soak_only, soaked
 
@@ -25,26 +24,14 @@ class Running:
     def __init__(self, runner: JobRunner, cluster: str, name: str = "job", extra: str = "") -> None:
         self.workspace = runner.folder / name
         command = runner.command(cluster, "wrong.py", "endless", name=name, extra=extra)
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen(command, start_new_session=True, **pipes)
-        self.heard = ""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.heard += line
-            if line.strip() == "training":
-                break
-        else:
-            raise AssertionError(f"the job ended early:\n{self.heard}")
-
-    def processes(self) -> list[dict[str, Any]]:
-        return json.loads((self.workspace / "processes.json").read_text())
+        self.process, self.heard = begun(command, runner.folder, "training")
 
     def pid(self, role: str) -> int:
-        return next(entry["pid"] for entry in self.processes() if role in entry["roles"])
+        return next(entry["pid"] for entry in entries(self.workspace) if role in entry["roles"])
 
     def end(self) -> tuple[int, str, float]:
         """(exit code, all it said, seconds until it ended); no process of it is left then."""
-        pids = [entry["pid"] for entry in self.processes()]
+        pids = [entry["pid"] for entry in entries(self.workspace)]
         began = time.monotonic()
         rest, _ = self.process.communicate(timeout=60)
         seconds = time.monotonic() - began
@@ -146,7 +133,9 @@ def test_a_stranger_with_a_wrong_token_is_refused_and_the_job_goes_on(endless: C
         def lost(self, *_: object) -> None: ...
 
     job = endless(SANDBLASTER)
-    (url,) = (a for e in job.processes() if "server 0/0" in e["roles"] for a in e["address"] if a.startswith("tcp"))
+    (url,) = (
+        a for e in entries(job.workspace) if "server 0/0" in e["roles"] for a in e["address"] if a.startswith("tcp")
+    )
     assert "127.0.0.1" in url
     token = (job.workspace / "run" / "token").read_bytes()
     assert (job.workspace / "run" / "token").stat().st_mode & 0o077 == 0

@@ -1,17 +1,15 @@
 """The network between two hosts is cut, or the store of a job is lost: a short version of `tests.soak.partitions`."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import redis_server
-from job_runner import JobRunner
 from soak_cases import soak_only, soaked
-from unit_hosts import HostNetwork, Job, hastily
+from unit_hosts import HostNetwork, Units, hastily
 
-from tests.soak.partitions import EPOCHS, LEDGER, Ground, trial
+from tests.soak.partitions import EPOCHS, Ground, trial
 from topotrain.comm.store.store_url import parse
 
 pytestmark = pytest.mark.journey
@@ -44,27 +42,16 @@ def redis(tmp_path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 @pytest.mark.parametrize("end", soaked(["killed"], ["flushed"]))
-def test_redis_is_not_needed_while_a_job_runs(
-    runner: JobRunner, redis: tuple[str, Callable[[], None]], end: str
-) -> None:
+def test_redis_is_not_needed_while_a_job_runs(units: Units, redis: tuple[str, Callable[[], None]], end: str) -> None:
     url, kill = redis
-    job = Job(runner, "nworkers_per_group: 2 nservers_per_group: 2", "ledger.py", list(LEDGER), [None, None], url)
-    job.conf.write_text(f"reduce: kSum snapshot_s: 0.5\n{job.conf.read_text()}")
-    for rank in (0, 1):
-        job.start(rank, command=HASTILY)
-    try:
-        while not any((job.workspace / "manifests").glob("*")):
-            assert all(unit.process.poll() is None for unit in job.units.values()), job.end()
-            time.sleep(0.02)
-        if end == "killed":
-            kill()
-        else:
-            flush(url)
-        job.end_well()
-    finally:
-        for unit in job.units.values():
-            unit.kill()
-    assert all(bool((cells == EPOCHS).all()) for cells in job.final.values())
+    job = units.paced("nworkers_per_group: 2 nservers_per_group: 2", EPOCHS, hosts=2, store=url)
+    job.begin()
+    if end == "killed":
+        kill()
+    else:
+        flush(url)
+    job.end_well()
+    job.check_ledger(EPOCHS)
     assert not any("Traceback" in said for said in job.said.values()), job.said  # of a thread whose store was closed
     assert not any("the end of the other units is unknown" in said for said in job.said.values())
 

@@ -1,16 +1,13 @@
 """Jobs with tables whose processes are killed: they go on from a snapshot that has the rows, too."""
 
-import json
 import os
 import signal
-import subprocess
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from job_runner import DOWNPOUR, Ended, JobRunner
-from killed_jobs import resumed
+from killed_jobs import begun, entries, resumed
 from safetensors.torch import load_file
 from soak_cases import soak_only
 from test_recovery_job import survive
@@ -41,21 +38,13 @@ def shot(runner: JobRunner, cluster: str, victim: str, *program: str, extra: str
     hold = runner.folder / "hold"
     hold.touch()
     command = runner.command(cluster, *program, "--hold", str(hold), extra=extra)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
-    patience.start()
-    heard, workspace = "", runner.folder / "job"
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "holding":
-            hold.unlink()  # who comes after it does not hold
-            entries = json.loads((workspace / "processes.json").read_text())
-            os.kill(next(entry["pid"] for entry in entries if victim in entry["roles"]), signal.SIGKILL)
-    patience.cancel()
-    process.communicate(timeout=60)
-    assert process.returncode == 0, heard
-    return heard, workspace
+    process, heard = begun(command, runner.folder, "holding")
+    workspace = runner.folder / "job"
+    hold.unlink()  # who comes after it does not hold
+    os.kill(next(entry["pid"] for entry in entries(workspace) if victim in entry["roles"]), signal.SIGKILL)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, heard + said
+    return heard + said, workspace
 
 
 def test_a_server_dies_and_the_bits_are_those_without_the_death(runner: JobRunner) -> None:

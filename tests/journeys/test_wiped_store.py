@@ -14,6 +14,7 @@ import pytest
 import redis_server
 from folder_wipe import wipe
 from job_runner import DOWNPOUR, Ended, JobRunner
+from killed_jobs import entries
 from soak_cases import soaked
 from unit_hosts import wait
 
@@ -79,12 +80,6 @@ def _redis(stack: ExitStack, folder: Path, flushed: bool) -> Meeting:
     return Meeting(url, lose)
 
 
-def processes(workspace: Path) -> list[dict[str, Any]]:
-    with open(workspace / "processes.json") as file:
-        found: list[dict[str, Any]] = json.load(file)
-        return found
-
-
 def test_a_worker_that_dies_after_its_store_was_lost_costs_its_group_alone(runner: JobRunner, meeting: Meeting) -> None:
     args = ("--epochs", "6", "--step-s", "0.03")
     options = ["--rendezvous", meeting.url] if meeting.url else []
@@ -95,7 +90,7 @@ def test_a_worker_that_dies_after_its_store_was_lost_costs_its_group_alone(runne
     try:
         wait(lambda: any((workspace / "manifests").glob("*/manifest.json")) or started.poll() is not None)
         meeting.lose()
-        (worker,) = [entry for entry in processes(workspace) if "worker 1/0" in entry["roles"]]
+        (worker,) = [entry for entry in entries(workspace) if "worker 1/0" in entry["roles"]]
         os.kill(worker["pid"], signal.SIGKILL)
         if meeting.url:
             wait(lambda: [record.state for record in _listed(meeting.url)] == ["running"] or started.poll() is not None)

@@ -12,11 +12,36 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from job_runner import Ended, JobRunner
 from shells import alive
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
+
+
+def begun(command: Sequence[str], folder: Path, word: str) -> tuple["subprocess.Popen[str]", str]:
+    """Start a job in a session of its own; returns when it has said this word, with all that it has said."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, cwd=folder, start_new_session=True, **pipes)
+    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
+    patience.start()
+    heard = ""
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            heard += line
+            if line.strip() == word:
+                return process, heard
+        raise AssertionError(f"the job ended early:\n{heard}")
+    finally:
+        patience.cancel()
+
+
+def entries(workspace: Path) -> list[dict[str, Any]]:
+    """The processes of a job, by `topotrain run`."""
+    found: list[dict[str, Any]] = json.loads((workspace / "processes.json").read_text())
+    return found
 
 
 def killed(
@@ -31,24 +56,13 @@ def killed(
     hold = runner.folder / "hold"
     hold.touch()
     command = runner.command(cluster, program, kind, "--hold", str(hold), "--at", str(at), extra=extra)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    patience = threading.Timer(100, process.kill)  # a job that hangs must not hang the suite
-    patience.start()
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "holding":
-            break
-    else:
-        raise AssertionError(f"the job ended early:\n{heard}")
-    patience.cancel()
+    process, _ = begun(command, runner.folder, "holding")
     workspace = runner.folder / "job"
     # On a loaded machine the processes take more time for a snapshot than the program for its steps.
     until = time.monotonic() + 20
     while "snapshot_s: 0." in extra and latest(workspace) is None and time.monotonic() < until:
         time.sleep(0.02)
-    pids = [entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())]
+    pids = [entry["pid"] for entry in entries(workspace)]
     # All at one moment: where one is dead, the launcher ends the others.
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
@@ -80,14 +94,8 @@ def terminated_again(runner: JobRunner, workspace: Path, *more: str) -> tuple[in
 def _terminated(
     runner: JobRunner, command: Sequence[str], workspace: Path, all: bool, number: int
 ) -> tuple[int, str, Path]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=runner.folder)
-    assert process.stdout is not None
-    heard = ""
-    for line in process.stdout:
-        heard += line
-        if line.strip() == "there":
-            break
-    pids = {entry["roles"][0]: entry["pid"] for entry in json.loads((workspace / "processes.json").read_text())}
+    process, heard = begun(command, runner.folder, "there")
+    pids = {entry["roles"][0]: entry["pid"] for entry in entries(workspace)}
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
         os.kill(pid, number)
     said, _ = process.communicate(timeout=100)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_node import rendezvous_of
 
 from topotrain.comm.link_speed import LIMIT_S
 from topotrain.comm.request_reply import RequestChannel
@@ -19,6 +18,7 @@ from topotrain.config.topology import layout
 from topotrain.launch.multinode import link_measurement
 from topotrain.launch.multinode.link_measurement import LinkMeasurement, links
 from topotrain.launch.multinode.node_info import HostMap, rejoined
+from topotrain.launch.multinode.node_rendezvous import NodeRendezvous
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 TWO_WORKERS = Cluster(nworkers_per_group=2, nservers_per_group=1, server_worker_separate=True)
@@ -144,7 +144,7 @@ def test_numbers_in_the_store_are_checked(store: Store) -> None:
 
 
 def test_units_that_replace_others_use_the_same_speed(store: Store) -> None:
-    first = rendezvous_of(store, 0, nprocs=1)
+    first = NodeRendezvous(store, "j", 0, 1, SECRET)
     first.enter(first.introduce("", "file:///s"))
     hosts = first.publish(replace(first.gather("", False), link_mbit=812.5))
     assert HostMap.loaded(hosts.dumped()).link_mbit == 812.5

@@ -10,7 +10,6 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,10 +207,6 @@ def store(tmp_path):
     return open_store((tmp_path / "store").as_uri())
 
 
-def rendezvous_of(store, rank, nprocs=2, secret=bytes(32)):
-    return NodeRendezvous(store, "j", rank, nprocs, secret)
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """Nobody is waited for, and silence is short."""
@@ -221,15 +216,25 @@ def quick(monkeypatch):
     monkeypatch.setattr(node_rendezvous, "BEAT_S", 0.1)
 
 
-def entered(store, rank, **given):
-    one = rendezvous_of(store, rank, **given)
-    one.enter(one.introduce("", "file:///s"))
-    return one
+@pytest.fixture
+def entered(store):
+    """Has a unit enter the store."""
+    made = []
+
+    def enter(rank, nprocs=2, secret=bytes(32)):
+        one = NodeRendezvous(store, "j", rank, nprocs, secret)
+        one.enter(one.introduce("", "file:///s"))
+        made.append(one)
+        return one
+
+    yield enter
+    for each in made:
+        each.close()
 
 
-def test_two_units_meet(store):
+def test_two_units_meet(store, entered):
     job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
-    first, second = entered(store, 0), entered(store, 1)
+    first, second = entered(0), entered(1)
     assert first.bring(job) == job == second.take(None)
     hosts = first.publish(first.gather("", False))
     assert second.learn() == hosts
@@ -245,20 +250,18 @@ def test_two_units_meet(store):
     assert store.keys("jobs/j." + first.word + "/alive") == []
 
 
-def test_the_job_may_have_been_submitted(store):
+def test_the_job_may_have_been_submitted(store, entered):
     store.set("jobs/j/job", job_file.dumps(Job(name="sent")).encode())
-    first = entered(store, 0)
+    first = entered(0)
     assert first.bring(None).name == "sent"
-    first.close()
 
 
-def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
+def test_who_is_missing_is_named(entered, quick, capfd, monkeypatch):
     monkeypatch.setattr(node_rendezvous, "QUIET_S", 0.0)
-    first = entered(store, 0, nprocs=3)
+    first = entered(0, nprocs=3)
     with pytest.raises(StoreError, match=r"units 1, 2 did not come within 0\.3 s"):
         first.publish(first.gather("", False))
     assert "unit 0 of 3 waits at the rendezvous for units 1, 2" in capfd.readouterr().err
-    first.close()
 
 
 @pytest.mark.parametrize(
@@ -268,36 +271,32 @@ def test_who_is_missing_is_named(store, quick, capfd, monkeypatch):
         ({"nprocs": 3}, "--nprocs of unit 1 = 3"),
     ],
 )
-def test_units_that_were_told_different_things(store, other, words):
-    first, second = entered(store, 0), entered(store, 1, **other)
+def test_units_that_were_told_different_things(entered, other, words):
+    first, _ = entered(0), entered(1, **other)
     with pytest.raises(ConfigError, match=words):
         first.publish(first.gather("", False))
-    first.close()
-    second.close()
 
 
-def test_a_rank_and_a_name_are_given_once(store, quick, monkeypatch):
-    first, second = entered(store, 0), entered(store, 1)
+def test_a_rank_and_a_name_are_given_once(entered, quick, monkeypatch):
+    entered(0), entered(1)
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 10)
     with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
-        entered(store, 1)
+        entered(1)
     with pytest.raises(ConfigError, match="job = 'j': runs already"):
-        entered(store, 0)
-    first.close()
-    second.close()
+        entered(0)
 
 
-def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store, quick, monkeypatch):
-    dead, old = entered(store, 0), entered(store, 1)
+def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store, quick, monkeypatch, entered):
+    dead, old = entered(0), entered(1)
     dead.bring(Job(name="old"))
     dead.publish(dead.gather("", False))
     for each in (dead, old):
         each.close()
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
     met = []
-    early = threading.Thread(target=lambda: met.append(entered(store, 1)))  # sees the dead one first
+    early = threading.Thread(target=lambda: met.append(entered(1)))  # sees the dead one first
     early.start()
-    first = entered(store, 0)
+    first = entered(0)
     early.join(20)
     assert met[0].word == first.word != dead.word
     assert store.keys(f"jobs/j.{dead.word}/") == []
@@ -307,10 +306,10 @@ def test_a_dead_start_is_forgotten_and_its_keys_are_not_taken_for_new_ones(store
     assert store.keys() == []
 
 
-def agreed(store):
+def agreed(entered):
     """Two units that have met, with what they say of themselves to each other."""
     job = Job(name="j", cluster=Cluster(nworkers_per_group=2))
-    first, second = entered(store, 0), entered(store, 1)
+    first, second = entered(0), entered(1)
     first.bring(job)
     second.take(None)
     first.publish(first.gather("", False))
@@ -318,14 +317,14 @@ def agreed(store):
     return first, second
 
 
-def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, tmp_path, monkeypatch):
+def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(entered, tmp_path, monkeypatch):
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
-    first, dead = agreed(store)
+    first, dead = agreed(entered)
     dead.close()
     wipe(tmp_path / "store")
     met = []
-    back = threading.Thread(target=lambda: met.append(entered(store, 1)))
+    back = threading.Thread(target=lambda: met.append(entered(1)))
     back.start()
     said = NodeInfo.loaded(first.run.watch("back/1", 20))
     first.run.set(node_rendezvous.welcome_key(1, said.word), b"1")
@@ -333,19 +332,17 @@ def test_a_unit_that_comes_back_after_the_store_was_wiped_finds_the_job(store, t
     assert met[0].returns
     assert met[0].take(None).name == "j"
     assert met[0].learn().numbers == (0, 0)
-    for each in (first, *met):
-        each.close()
 
 
 @pytest.mark.parametrize("key", soaked(["", "/run", "/host/1", "/job", "/hosts"], ["/host/0", "/from", "/meeting"]))
-def test_units_meet_though_the_store_is_wiped_meanwhile_or_loses_one_write(store, tmp_path, monkeypatch, key):
+def test_units_meet_though_the_store_is_wiped_meanwhile_or_loses_one_write(entered, tmp_path, monkeypatch, key):
     monkeypatch.setattr(maintained_values, "LOOK_S", 0.05)
     monkeypatch.setattr(node_rendezvous, "_LOOK_S", 0.2)
     monkeypatch.setattr(node_rendezvous, "MEETING_S", 20)
     lost = lose_one(monkeypatch, key) if key else []
     with ThreadPoolExecutor(1) as pool:
-        entering = pool.submit(entered, store, 1)
-        first, second = entered(store, 0), entering.result(20)
+        entering = pool.submit(entered, 1)
+        first, second = entered(0), entering.result(20)
         if not key:
             wipe(tmp_path / "store")
         taken = pool.submit(lambda: (second.take(None), second.learn(), second.chosen()))
@@ -354,17 +351,15 @@ def test_units_meet_though_the_store_is_wiped_meanwhile_or_loses_one_write(store
         hosts = first.publish(first.gather("", False))
         assert taken.result(20)[1:] == (hosts, ("000007", "5ea1"))
     assert len(lost) == bool(key)
-    for each in (first, second):
-        each.close()
 
 
-def test_two_units_of_one_rank_do_not_train_where_the_store_has_lost_the_first_claim(store, quick, monkeypatch):
+def test_two_units_of_one_rank_do_not_train_where_the_store_has_lost_the_first_claim(entered, quick, monkeypatch):
     lose_one(monkeypatch, "/host/1")
-    with closing(entered(store, 0)) as first, closing(entered(store, 1)) as early, closing(entered(store, 1)) as late:
-        first.publish(first.gather("", False))
-        with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
-            early.learn()
-        assert late.learn().units[1] == late.me
+    first, early, late = entered(0), entered(1), entered(1)
+    first.publish(first.gather("", False))
+    with pytest.raises(ConfigError, match=r"--rank = 1: is taken: unit 1 \(pid"):
+        early.learn()
+    assert late.learn().units[1] == late.me
 
 
 # ---- company ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The code of real processes, in threads of this one: server processes, workers' transports, and what leads where."""
+"""The code of real processes, in threads of this one: server processes, workers' transports, and what leads where.
+
+Bits over each transport: training/test_plain_loop.py.
+"""
 
 import threading
 from pathlib import Path
@@ -6,17 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from in_process_job import (
-    Cnn,
-    Transformer,
     adam,
     building,
-    cross_entropy,
-    images,
     job_of,
     reference,
     run_hosted,
-    run_local,
-    tokens,
     usual_loop,
     vectors,
 )
@@ -26,7 +23,7 @@ from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport import Refused, TransportError
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
-from topotrain.config.job import Cluster, Grads, Job, Reduce
+from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError
@@ -45,41 +42,6 @@ def place(tmp_path):
         return RouterConfig(job, layout(job.cluster), identity, open_store((tmp_path / "store").as_uri()), sockets)
 
     return made
-
-
-@pytest.mark.parametrize("transport", ["kShm", "kTcp"])
-@pytest.mark.parametrize("layout", ["sandblaster", "allreduce"])
-def test_every_transport_gives_the_same_bits(layout, transport, tmp_path):
-    script, build = usual_loop(images(8)), building(Cnn, adam)
-    hosted = run_hosted(job_of(layout, transport=transport), build, script, tmp_path)
-    assert hosted.same_bits(reference(job_of(layout), build, script))
-    assert min(hosted.traffic) > 0
-
-
-def test_what_the_script_does_with_gradients_counts_over_tcp(tmp_path):
-    def script(t):
-        for first, second in zip(tokens(5), tokens(5)[::-1]):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(cross_entropy, *first))
-            t.backward(t.losses(cross_entropy, *second))
-            torch.nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
-            t.optimizer.step()
-
-    job, build = job_of("allreduce", transport="kTcp"), building(Transformer, adam)
-    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
-
-
-def test_hidden_gradients_and_wrong_guesses_over_tcp(tmp_path):
-    def script(t):
-        for step, batch in enumerate(vectors(8)):
-            t.optimizer.zero_grad()
-            for _ in range(1 + step % 3):
-                t.backward(t.losses(cross_entropy, *batch))
-            t.optimizer.step()
-
-    job, build = job_of(grads=Grads.kHidden, transport="kTcp"), building()
-    hosted = run_hosted(job, build, script, tmp_path)
-    assert hosted.same_bits(run_local(job_of(grads=Grads.kHidden), build, script))
 
 
 def test_several_servers_in_one_process_and_groups_that_agree(tmp_path):
