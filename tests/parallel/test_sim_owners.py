@@ -85,8 +85,7 @@ def play(cluster: ScriptedCluster) -> list[list[torch.Tensor]]:
     return list(given.values())
 
 
-@pytest.mark.parametrize("shards", [1, 2, 3])
-@pytest.mark.parametrize(("groups", "homes"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize(("groups", "homes", "shards"), [(1, 1, 2), (2, 1, 3), (2, 2, 1)])
 def test_who_holds_a_parameter_has_its_values_and_the_sum_of_all_gradients_counts(groups, homes, shards):
     cluster = ScriptedCluster(job(groups, 3, shards, nserver_groups=homes, grads=Grads.kHidden), shards, STORM, SCHEMA)
     given = play(cluster)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
-from script_job import jobs, loader, mlp, plain, train, unfused
+from script_job import job as job  # a fixture
+from script_job import loader, mlp, plain, train, unfused
 from torch import nn
 
 import topotrain as tt
@@ -14,11 +14,6 @@ from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.prepared_objects import RowModule
 from topotrain.training.worker import Worker
 from topotrain.training.worker_extension import WorkerExtension
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    yield from jobs(tmp_path, monkeypatch)
 
 
 class StepCounter(WorkerExtension):

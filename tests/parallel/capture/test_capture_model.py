@@ -9,7 +9,7 @@ from torch.nn import functional as f
 
 from topotrain.config.job import ConfigError
 from topotrain.parallel.capture.capture_model import capture
-from topotrain.parallel.capture.device_scopes import place, scope
+from topotrain.parallel.capture.device_scopes import scope
 
 
 def line_in(model, text):
@@ -50,15 +50,6 @@ def test_nodes_leaves_lines_and_scopes():
     assert found.stored["head.weight"].shape == (2, 4)
 
 
-def test_a_module_placed_as_a_whole_is_one_node():
-    class Wild(nn.Module):
-        def forward(self, x):
-            return x if x.sum() > 0 else -x
-
-    model = nn.Sequential(nn.Linear(2, 2), place(Wild(), "/job:worker/task:1"))
-    assert [n.target for n in capture(model).graph.nodes if n.op == "call_module"] == ["0", "1"]
-
-
 def refused(forward, **more):
     model = type("Model", (nn.Module,), {"forward": forward, **more})()
     with pytest.raises(ConfigError) as told:
@@ -66,43 +57,39 @@ def refused(forward, **more):
     return told.value
 
 
-def test_decisions_on_data_are_refused_at_their_line():
-    def forward(self, x):
-        if x.sum() > 0:
-            return x
-        return -x
-
-    error = refused(forward)
-    assert error.where == f"{__file__}:{forward.__code__.co_firstlineno + 1}"
-    assert "decides" in str(error) and "the same for all data" in str(error)
-
-
-def test_numbers_made_of_data_are_refused():
-    assert "range" in str(refused(lambda self, x: [x for _ in range(x.sum())]))
-
-
-def test_writes_are_refused():
-    def forward(self, x):
-        x[:, 0] = 0
+def decides(self, x):
+    if x.sum() > 0:
         return x
+    return -x
 
-    assert "torch.where" in str(refused(forward))
+
+def writes(self, x):
+    x[:, 0] = 0
+    return x
 
 
-def test_arguments_without_names_are_refused():
-    def forward(self, *inputs):
-        return inputs[0]
+def without_names(self, *inputs):
+    return inputs[0]
 
+
+def mistyped(self, x):
+    return self.haed(x)
+
+
+@pytest.mark.parametrize(
+    ("forward", "words", "line"),
+    [
+        (decides, ("decides", "the same for all data"), 1),
+        (lambda self, x: [x for _ in range(x.sum())], ("range",), 0),
+        (writes, ("torch.where",), 1),
+        (without_names, ("*inputs",), 0),
+        (mistyped, ("haed",), 1),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_at_its_line(forward, words, line):
     error = refused(forward)
-    assert "*inputs" in str(error) and error.where == f"{__file__}:{forward.__code__.co_firstlineno}"
-
-
-def test_a_typing_error_of_the_user_names_its_line():
-    def forward(self, x):
-        return self.haed(x)
-
-    error = refused(forward)
-    assert "haed" in str(error) and error.where == f"{__file__}:{forward.__code__.co_firstlineno + 1}"
+    assert all(word in str(error) for word in words)
+    assert error.where == f"{__file__}:{forward.__code__.co_firstlineno + line}"
 
 
 def test_decisions_on_sizes_wait_for_an_example():

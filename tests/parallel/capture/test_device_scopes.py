@@ -74,6 +74,7 @@ def test_a_scope_is_noted_on_what_is_made_inside():
                         self.free = nn.Linear(2, 2)
                 with scope("/task:0"):
                     self.again = nn.Sequential(nn.Linear(2, 2))
+                    self.around = nn.Sequential(self.inner, nn.ReLU())  # what was made elsewhere keeps its scope
             self.outside = nn.Linear(2, 2)
 
     net = copy.deepcopy(Net())
@@ -86,18 +87,11 @@ def test_a_scope_is_noted_on_what_is_made_inside():
         "free": None,
         "again": zero,
         "again.0": zero,
+        "around": zero,
+        "around.1": zero,
         "outside": None,
     }
     assert current() is None
-
-
-def test_a_module_made_in_a_scope_keeps_it_when_others_take_it_up():
-    with scope("/job:worker/task:1"):
-        made = nn.Linear(2, 2)
-    with scope("/job:worker/task:0"):
-        around = nn.Sequential(made, nn.ReLU())
-    assert getattr(made, PLACE) == "/job:worker/task:1"
-    assert getattr(around[1], PLACE) == "/job:worker/task:0"
 
 
 def test_a_server_is_home_to_parameters():

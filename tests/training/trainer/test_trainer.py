@@ -14,7 +14,8 @@ from in_process_job import mlp
 from process_pool import Warm, client
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from script_job import jobs, loader, unfused
+from script_job import job as job  # a fixture
+from script_job import loader, unfused
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -302,12 +303,6 @@ def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
 
 
 # --- a job of one worker in this process --------------------------------------------------------------------------
-
-
-@pytest.fixture
-def job(tmp_path, monkeypatch):
-    """See `jobs`."""
-    yield from jobs(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("pull", ["kStep", "kLazy"])
