@@ -54,16 +54,18 @@ def test_the_whole_job_starts_again_and_ends_with_the_same_bits(library_runner: 
 
 # What is as at the beginning of the epoch in a group that starts again alone, as what `tt.keep` has.
 KEPT = ("counted", "seen", "logs", "batches")
+TWICE = ["1:14", "1:1"]
+"""Deaths in one epoch."""
 
 
 @pytest.mark.parametrize(
     ("library", "deaths"),
     soaked(
-        [("transformers", ["1:14", "1:1"])],
+        [("transformers", [*TWICE, "0:1:validating"])],
         [
             ("transformers", ["0:24:validating"]),
-            ("accelerate", ["1:14", "1:1"]),
-            ("lightning", ["1:14", "1:1"]),
+            ("accelerate", TWICE),
+            ("lightning", [*TWICE, "0:1:validating"]),
             ("lightning", ["0:24:validating"]),
         ],
     ),

@@ -173,6 +173,7 @@ class Trainer(transformers.Trainer):
                 self.state = replace(self.state, global_step=step)
             if done and not left:
                 # The pass is over for this worker. It is opened all the same, which restores the schedule.
+                loader.set_epoch(epoch)
                 for _ in loader.base_dataloader:
                     raise RuntimeError(f"epoch {epoch} has a batch that was applied before")
                 self._loop.align_schedule()
