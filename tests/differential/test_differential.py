@@ -5,6 +5,8 @@ a smaller script. 500 scripts: `python -m tests.differential --scripts 500`.
 """
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from seeds import SOAK
@@ -17,6 +19,12 @@ from tests.differential.runs import LAYOUTS, Bench, InvalidScript
 pytestmark = pytest.mark.journey
 FIXED = range(30 if SOAK else 5)
 FIXED_LIBRARY = range(12 if SOAK else 2)
+SILENT = Path(__file__).parents[2] / "docs/trust.md"
+BLOCKS = {"clipped": "clipping=norm", "frozen": "model=frozen"}
+ROWS = sorted(
+    set(re.findall(r"\| (exact|refused)(?:: \"([^\"]*)\")?[^|]*\| `(\w+)` \|$", SILENT.read_text(), re.MULTILINE))
+)
+"""The table of silent errors."""
 FRESH = [random.SystemRandom().randrange(10**6, 10**9) for _ in range(5 if SOAK else 2)]
 
 
@@ -73,3 +81,21 @@ def test_what_was_found_stays_refused(bench: Bench, keys: str, layout: str) -> N
 @pytest.mark.parametrize(("keys", "layout"), soaked(FOUND_LIBRARY[1:4], (FOUND_LIBRARY[0], FOUND_LIBRARY[4])))
 def test_what_was_found_in_loops_of_libraries_stays_fixed(library_bench: Bench, keys: str, layout: str) -> None:
     check(library_bench, scripts.LIBRARY_LOOPS.named(keys.split()), layout)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words", "name"),
+    soaked([row for row in ROWS if row[0] == "refused"], [row for row in ROWS if row[0] == "exact"]),
+    ids=lambda value: value or "-",
+)
+def test_a_silent_error_is_exact_or_refused(bench: Bench, outcome: str, words: str, name: str) -> None:
+    script = scripts.PLAIN_LOOP.named([BLOCKS.get(name, f"silent={name}")])
+    found = bench.outcomes(script, ["allreduce"])["allreduce"]
+    assert found.kind == {"exact": "equal", "refused": "refused"}[outcome], found
+    assert words in found.words
+
+
+def test_the_page_names_every_block_of_this_kind() -> None:
+    named = {name for _, _, name in ROWS}
+    ours = {script.keys[-1].partition("=")[2] for script in scripts.PLAIN_LOOP.single(["silent"])} - {"moved_first"}
+    assert named == ours | BLOCKS.keys()

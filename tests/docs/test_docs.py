@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import page_pictures
 import pytest
 import typer.main
 from process_pool import client, shell_environ
@@ -322,6 +323,17 @@ def test_the_picture_is_there_and_small() -> None:
     picture = ROOT / "docs" / "pictures" / "frameworks.png"
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert picture.stat().st_size < 120_000
+
+
+def test_each_picture_is_there_small_and_shown() -> None:
+    assert len(page_pictures.NAMES) <= 5
+    shown = {name for page in PAGES for name in re.findall(r"pictures/(page-[\w-]+)\.png\)", page.read_text("utf-8"))}
+    there = {path.stem for path in page_pictures.PICTURES.glob("page-*.png")}
+    assert shown == there == set(page_pictures.NAMES)
+    for name in page_pictures.NAMES:
+        path = page_pictures.PICTURES / f"{name}.png"
+        assert path.read_bytes()[:4] == b"\x89PNG"
+        assert path.stat().st_size <= page_pictures.LIMIT_BYTES
 
 
 def test_no_page_tells_of_one_machine() -> None:

@@ -11,7 +11,6 @@ import topotrain as tt
 parser = argparse.ArgumentParser()
 parser.add_argument("--dtype", default="float32")
 parser.add_argument("--threads", type=int, default=0)
-parser.add_argument("--epochs", type=int, default=3)
 options = parser.parse_args()
 if options.threads:
     torch.set_num_threads(options.threads)
@@ -38,7 +37,7 @@ model = Linear()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loader = DataLoader(TensorDataset(x.to(dtype), y.to(dtype)), batch_size=20)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
-for _ in tt.epochs(options.epochs):
+for _ in tt.epochs(3):
     for inputs, targets in loader:
         optimizer.zero_grad()
         ((model(inputs) - targets).abs().pow(2).mean() * 4).backward()
