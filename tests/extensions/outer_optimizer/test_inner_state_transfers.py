@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from reports import FunctionSender
 from test_round_windows import HandTimer
 from torch import nn
@@ -96,6 +98,23 @@ class Wire:
             each.ask()
         return asking
 
+    def go_on_with_a_copy(self) -> None:
+        """The coordinator's process dies, and its second copy speaks."""
+        copy = InnerStateTransfers(self.server)  # type: ignore[arg-type]
+        copy.load_state_dict(self.home.state_dict())
+        self.home = copy
+        self.timer.asked.clear()
+        copy.on_timer()
+
+    def die(self, group: int) -> None:
+        """The only worker of a group dies. What it had sent may still come, or not."""
+        if group in self.live:
+            who = Address(Role.WORKER, group, 0)
+            self.live.remove(group)
+            self.home.reset_group(group, False)
+            self.home.on_lost(who)
+            self.sent = deque(each for each in self.sent if each[1] != who)
+
     def assert_has(self, asking: InnerStateClient, group: int) -> None:
         """A client has got the state of this group."""
         found = asking.answer()
@@ -105,11 +124,6 @@ class Wire:
         """One of the messages comes that the coordinator has asked for."""
         _, message = self.timer.asked.pop(number)
         self.sent.extend((COORDINATOR, *each) for each in self.home.handle(COORDINATOR, message))
-
-    def ring_at_once(self) -> None:
-        """Those come that it has asked for at once."""
-        while due := [number for number, (at, _) in enumerate(self.timer.asked) if at == 0]:
-            self.ring(due[0])
 
 
 @pytest.fixture(autouse=True)
@@ -153,30 +167,25 @@ def test_all_workers_of_a_group_get_one_state() -> None:
     assert wire.sources[0].copies == 1
 
 
-def test_messages_that_come_twice_change_nothing() -> None:
-    wire = Wire()
-    (asking,) = wire.ask(1)
-    while wire.sent:
-        wire.deliver(times=2)
-    wire.assert_has(asking, 0)
-
-
-@pytest.mark.parametrize("delivered", range(2, 12))
-def test_a_donor_that_dies_in_between_is_replaced(delivered: int) -> None:
-    """Whatever has come of its state is worth nothing."""
+@given(st.lists(st.sampled_from(["deliver", "deliver", "twice", "copy", "die"]), max_size=24))
+def test_whatever_happens_in_between_a_group_gets_the_whole_state_of_a_donor(events: list[str]) -> None:
+    """Messages come twice, a second copy of the coordinator goes on, or the donor dies, whose parts are void then."""
     wire = Wire()
     (asking,) = wire.ask(2)
-    for _ in range(delivered):
-        wire.deliver()
-    wire.live.remove(0)
-    wire.home.reset_group(0, False)
-    wire.home.on_lost(Address(Role.WORKER, 0, 0))
-    # What it had sent may still come, or not.
-    for lost in [each for each in wire.sent if each[1] == Address(Role.WORKER, 0, 0)]:
-        wire.sent.remove(lost)
-    wire.ring_at_once()
+    for event in events:
+        if event == "copy":
+            wire.go_on_with_a_copy()
+        elif event == "die":
+            wire.die(0)
+        elif wire.sent:
+            wire.deliver(times=1 + (event == "twice"))
     wire.drain()
-    wire.assert_has(asking, 1)
+    while wire.timer.asked:
+        wire.ring()
+        wire.drain()
+    found = asking.answer()
+    assert found is not None
+    assert torch.equal(found, state_of(0)) or (0 not in wire.live and torch.equal(found, state_of(1)))
 
 
 def test_a_donor_that_stands_still_is_left_out() -> None:
@@ -236,21 +245,6 @@ def test_a_group_that_dies_while_it_asks_leaves_no_copy() -> None:
     (asking,) = wire.ask(2)
     wire.assert_has(asking, 0)
     assert wire.sources[0].copies == 2 and donor.copies_held == 0
-
-
-@pytest.mark.parametrize("delivered", range(1, 12))
-def test_a_second_copy_of_the_coordinator_goes_on(delivered: int) -> None:
-    wire = Wire()
-    (asking,) = wire.ask(2)
-    for _ in range(delivered):
-        wire.deliver()
-    other = InnerStateTransfers(wire.server)  # type: ignore[arg-type]
-    other.load_state_dict(wire.home.state_dict())
-    wire.home = other
-    wire.timer.asked.clear()
-    other.on_timer()
-    wire.drain()
-    wire.assert_has(asking, 0)
 
 
 def test_parts_of_impossible_sizes_are_refused() -> None:
