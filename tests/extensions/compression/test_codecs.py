@@ -237,13 +237,9 @@ def test_too_large_is_the_largest_and_not_infinite(name, dtype, values, expected
     data, whole = encoded(KINDS[name](), x)
     assert not whole
     assert decoded(KINDS[name](), data, x).tolist() == pytest.approx(expected, rel=1e-6)
-
-
-def test_large_gradients_whose_sum_overflows_are_whole():
-    """The quick look at a sum must not take a large sum for an infinite element."""
-    assert encoded(CastCodec(torch.float16), torch.full((1000,), 60_000.0))[1]
-    assert encoded(CastCodec(torch.bfloat16), torch.full((1000,), 1e38))[1]
-    assert encoded(Int8Codec(), torch.full((100 * BLOCK,), 1e38))[1]
+    # The quick look at a sum must not take a large sum for an infinite element.
+    large = 60_000.0 if name == "fp16" else 1e38
+    assert name == "top100%" or encoded(KINDS[name](), torch.full((100 * BLOCK,), large))[1]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import random
 from collections import Counter, deque
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -46,19 +47,10 @@ def everything(groups):
     return total
 
 
-@given(FREQS, UPDATES, SEEDS, TWICE)
-@settings(max_examples=examples(80), deadline=None)
-def test_the_sum_of_the_center_and_of_all_groups_changes_by_updates_alone(freq, updates, seed, duplicates):
-    rng, groups = random.Random(seed), elastic(freq)
-    total = walk(groups, rng, updates, duplicates)
-    groups.drain(rng, duplicates)
-    assert torch.equal(everything(groups), torch.full((192,), float(total), dtype=EXACT))
-
-
-@given(COUNTS, FREQS, UPDATES, SEEDS, TWICE)
-@settings(max_examples=examples(80), deadline=None)
-def test_gossip_keeps_the_sum_over_the_groups(count, freq, updates, seed, duplicates):
-    rng, groups = random.Random(seed), gossip(count, freq, seed)
+@given(st.sampled_from([elastic, partial(gossip, 2), gossip]), FREQS, UPDATES, SEEDS, TWICE)
+@settings(max_examples=examples(160), deadline=None)
+def test_the_sum_of_the_centers_and_of_all_groups_changes_by_updates_alone(make, freq, updates, seed, duplicates):
+    rng, groups = random.Random(seed), make(freq=freq)
     total = walk(groups, rng, updates, duplicates)
     groups.drain(rng, duplicates)
     assert torch.equal(everything(groups), torch.full((192,), float(total), dtype=EXACT))

@@ -166,6 +166,11 @@ def lost(who: str) -> Lost:
     return Lost(who, 7, f"{who} was killed", "")
 
 
+def restarts(made: RecoveryPolicy, who: str, at: float) -> bool:
+    """Whether the death of this process is a new start of the job."""
+    return any(isinstance(word, RestartJob) for word in made.on_event(lost(who), at))
+
+
 def test_a_dead_server_is_replaced_again_and_again_and_no_process_starts_again() -> None:
     made = covered(machine(), 0)
     incident, reseat = made.on_event(lost("server 0/1"), 105.0)
@@ -196,22 +201,16 @@ def test_a_second_copy_whose_fork_is_refused_is_tried_again() -> None:
 def test_both_copies_lost_is_a_new_start() -> None:
     made = covered(machine(), 0)
     made.on_event(lost("server 0/1"), 105.0)
-    words = made.on_event(lost("server 0/0"), 105.1)
-    assert any(isinstance(word, RestartJob) for word in words)
+    assert restarts(made, "server 0/0", 105.1)
     made.begin_attempt()
-    words = made.on_event(lost("server 0/1"), 110.0)
-    assert any(isinstance(word, RestartJob) for word in words), (
-        "what was complete in the former life is not in this one"
-    )
+    assert restarts(made, "server 0/1", 110.0), "what was complete in the former life is not in this one"
 
 
 def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
     made = covered(machine(), 0)
     (incident,) = made.on_event(Differs("server 0/1", 0), 103.0)
     assert isinstance(incident, Incident) and "made anew" in incident.action
-    assert any(isinstance(word, RestartJob) for word in made.on_event(lost("server 0/1"), 103.5)), (
-        "its copy is of no use"
-    )
+    assert restarts(made, "server 0/1", 103.5), "its copy is of no use"
     made = covered(machine(), 0)
     made.on_event(Differs("server 0/1", 0), 103.0)
     made.on_event(Covered("server 0/1", 0), 103.2)
