@@ -116,7 +116,8 @@ def test_the_parts_of_a_step_end_when_the_work_on_their_devices_is_done(monkeypa
         CLOCK.now += sum(left)
         left.clear()
 
-    recorder, model = StepRecorder(BatchWatch(), wait=wait), SlowModel()
+    monkeypatch.setattr(step_recorder, "synchronize", wait)
+    recorder, model = StepRecorder(BatchWatch()), SlowModel()
     optimizer = SlowSgd(model.parameters(), lr=0.1)
     recorder.prepared(sort_objects((model, optimizer)))
     for _ in range(4):

@@ -8,7 +8,7 @@ from topotrain.config.job_file import dumps_cluster
 from topotrain.config.topology import layout
 from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.parallel.estimate.memory_check import memory_limits
-from topotrain.tools.advice.advice import EVEN
+from topotrain.tools.advice.advice import fastest
 from topotrain.tools.advice.auto_rules import without_layout
 from topotrain.tools.advice.candidate import Candidate
 from topotrain.tools.advice.named_blocks import on_one_host
@@ -60,7 +60,7 @@ def choose(job: Job, served: str = "", show: Callable[[str], None] = lambda text
     # Without a loader samples are not counted.
     unit = "samples" if first.samples_per_s else "steps"
     speeds = [(each, run.samples_per_s if unit == "samples" else run.steps_per_s) for each, run in runs]
-    return _fastest([(each, speed) for each, speed in speeds if speed], unit)
+    return _chosen([(each, speed) for each, speed in speeds if speed], unit)
 
 
 def _candidates(job: Job, workers: int) -> Iterator[Candidate]:
@@ -86,10 +86,8 @@ def _workers(job: Job, alone: ShortRun) -> int:
     return max(1, most)
 
 
-def _fastest(found: Sequence[tuple[Candidate, float]], unit: str) -> AutomaticLayout:
-    best = max(speed for _, speed in found)
-    even = [each for each in found if each[1] >= best * (1 - EVEN)]
-    winner = min(even, key=lambda each: (each[0].processes, -each[1]))
+def _chosen(found: Sequence[tuple[Candidate, float]], unit: str) -> AutomaticLayout:
+    winner = found[fastest(found)]
     others = sorted((each for each in found if each is not winner), key=lambda each: -each[1])
     first, *following = (f"{candidate.label}: {speed:,.0f} {unit}/s" for candidate, speed in (winner, *others[:1]))
     next_one = "".join(f"; next: {text}" for text in following)

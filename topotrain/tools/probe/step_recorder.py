@@ -65,30 +65,18 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 class StepRecorder(PrepareObserver):
     """Records the steps of a script that calls `tt.prepare`.
 
-    Args:
-        watch: of the batches.
-        step_over: is called at each end. Its own work counts for no step.
-        wait: waits for the work on the devices of the parameters. A part of a step ends when its work is done.
+    step_over: is called at each end. Its own work counts for no step.
     """
 
-    def __init__(
-        self,
-        watch: BatchWatch,
-        step_over: Callable[[], None] = lambda: None,
-        wait: Callable[[Iterable[torch.device]], None] = synchronize,
-    ) -> None:
-        self._watch, self._step_over, self._wait = watch, step_over, wait
+    def __init__(self, watch: BatchWatch, step_over: Callable[[], None] = lambda: None) -> None:
+        self._watch, self._step_over = watch, step_over
         self._devices: set[torch.device] = set()
-        self.calls: list[PreparedObjects] = []
-        """What the script has prepared."""
-        self.steps: list[StepTimes] = []
-        """Those since `clear`."""
-        self.count = 0
-        """All steps."""
+        self.calls: list[PreparedObjects] = []  # what the script has prepared
+        self.steps: list[StepTimes] = []  # those since `clear`
+        self.count = 0  # of all steps
         self._began = self._forward_at = self._optimizer_at = 0.0
         self._forward = self._backward = self._optimizer = 0.0
-        self._inside = 0
-        """Calls of an optimizer's `step` that have not returned."""
+        self._inside = 0  # calls of an optimizer's `step` that have not returned
         self._ready_at: list[float] = []
         self._ready: list[list[float]] = []
 
@@ -132,7 +120,8 @@ class StepRecorder(PrepareObserver):
     # --- a step --------------------------------------------------------------------------------------------------
 
     def _now(self) -> float:
-        self._wait(self._devices)
+        """Return the time when all work on the devices of the parameters is done."""
+        synchronize(self._devices)
         return time.perf_counter()
 
     def _begin_step(self) -> None:

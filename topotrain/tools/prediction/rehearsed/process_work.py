@@ -54,15 +54,13 @@ class ProcessWork:
     def __init__(self, sim: Simulation, cores: HostCores, meters: tuple[WorkMeter, WorkMeter], on_script: bool) -> None:
         self.cores = cores
         self.meter, self.script_meter = meters
-        self.handling = False
-        """Whether a message is being handled at this moment of the virtual time."""
-        self.busy = False
-        """Whether the thread that handles messages works."""
-        self.busy_s = 0.0
-        """Seconds for which it has worked."""
+        self.handling = False  # a message is being handled at this moment of the virtual time
+        self.busy = False  # the thread that handles messages works
+        self.busy_s = 0.0  # for which it has worked
         self._sim, self._on_script = sim, on_script
         self._operations = CountedOperations(self.meter)
         self._queue: deque[tuple[float, Action]] = deque()
+        self._handled = SerialWork(cores)
         self._out: list[tuple[float, Action]] = []
         self._script_runs = on_script
         self._since = self._elapsed = 0.0
@@ -89,21 +87,10 @@ class ProcessWork:
                 handle()
         finally:
             self.handling, self._news = False, True
-        out, self._out = deque(self._out), []
-        self._finish(out, self.meter.take())
-
-    def _finish(self, out: deque[tuple[float, Action]], rest: float) -> None:
-        """Let what was sent leave, each behind the work before it."""
-        if out:
-            seconds, leave = out.popleft()
-
-            def left() -> None:
-                leave()
-                self._finish(out, rest)
-
-            self.cores.run(seconds, left)
-            return
-        self.cores.run(rest, self._end)
+        # What was sent leaves, each behind the work before it.
+        out, self._out = [*self._out, (self.meter.take(), self._end)], []
+        for seconds, then in out:
+            self._handled.put(seconds, then)
 
     def _end(self) -> None:
         self.busy = False
