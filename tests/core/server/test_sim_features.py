@@ -8,7 +8,7 @@ import pytest
 import torch
 from faulty_network import NetworkFaults
 from seeds import seeds
-from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, same, total, trace
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, same, total, trace
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -73,10 +73,8 @@ def test_group_0_warms_up_alone_and_all_start_from_its_values(server_groups, agr
 def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
     for server_groups in (1, 2):
         for seed in seeds(8):
-            cluster, pushed = (
-                ScriptedCluster(job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), seed, STORM),
-                [],
-            )
+            of, pushed = job(2, 1, 2, nserver_groups=server_groups, warmup_steps=5), []
+            cluster = ScriptedCluster(of, seed, STORM)
 
             def script(scripted: ScriptedWorker, pushed=pushed) -> None:
                 scripted.open(9.0)
@@ -195,26 +193,6 @@ def test_a_synchronous_job_has_the_same_bits_in_any_weather():
         assert same(finals(seed, weather), calm), f"seed {seed}"
 
 
-def test_the_tally_of_staleness_is_what_an_independent_count_finds():
-    for seed in range(5):
-        cluster, tallies = ScriptedCluster(job(2, 1, 2, reduce=Reduce.kMean), seed, STORM), {}
-        written = books(cluster)
-
-        def script(scripted: ScriptedWorker, cluster=cluster, tallies=tallies) -> None:
-            worker, model, plain = digits_of(cluster, scripted)
-            train(cluster, worker, model, cluster.loader(worker, plain, "lease"), 0.05)
-            worker.finish()
-            tallies[scripted.me.group] = worker.tally
-
-        cluster.play(script)
-        for group, tally in tallies.items():
-            own = [
-                old for book in written for (g, _), old in zip(book.applied, book.staleness, strict=True) if g == group
-            ]
-            assert tally.staleness_max == max(own) and tally.staleness_mean == pytest.approx(sum(own) / len(own))
-        assert max(tally.staleness_max for tally in tallies.values()) > 0
-
-
 def test_buffers_are_averaged_over_the_groups_at_the_drain():
     cluster, means = ScriptedCluster(job(3, 1, 1, reduce=Reduce.kMean), 0, STORM), {}
 
@@ -286,30 +264,24 @@ def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
 # --- nobody spins ------------------------------------------------------------------------------------------------
 
 
-def test_defect_12_a_worker_is_told_that_a_server_died():
-    cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
-    cluster.transport.crash(Address(Role.SERVER, 0, 1), after=7, tell=True)
-
-    def script(scripted: ScriptedWorker) -> None:
-        scripted.open()
-        for _ in range(50):
-            scripted.step(scripted.numbers())
-
-    with pytest.raises(PeerLost, match="lost server 0/1"):
-        cluster.play(script)
-
-
-def test_defect_12_a_worker_that_waits_for_a_dead_process_does_nothing_at_all():
+@pytest.mark.parametrize(
+    ("told", "error", "words"),
+    [
+        (True, PeerLost, "lost server 0/1"),
+        (False, Deadlock, "these wait: worker 0/0, worker 0/1, worker 1/0, worker 1/1"),
+    ],
+)
+def test_defect_12_a_worker_is_told_that_a_server_died_or_waits_and_does_nothing_at_all(told, error, words):
     """No timer, no retry, no spinning: with the network silent nothing happens any more, and the run says who waits."""
     cluster = ScriptedCluster(job(2, 2, 2), 0, STORM)
-    cluster.transport.crash(Address(Role.SERVER, 0, 1), after=30)
+    cluster.transport.crash(Address(Role.SERVER, 0, 1), after=7 if told else 30, tell=told)
 
     def script(scripted: ScriptedWorker) -> None:
         scripted.open()
         for _ in range(50):
             scripted.step(scripted.numbers())
 
-    with pytest.raises(Deadlock, match="these wait: worker 0/0, worker 0/1, worker 1/0, worker 1/1"):
+    with pytest.raises(error, match=words):
         cluster.play(script)
     assert cluster.sim.now < 10
 
