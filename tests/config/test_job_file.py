@@ -184,13 +184,6 @@ def test_errors_point_at_line_and_column(text: str, error: str) -> None:
     assert error in str(caught.value)
 
 
-def test_a_typo_next_to_what_is_read_over_is_still_an_error() -> None:
-    typo = SINGA_JOB.replace("sync_freq: 2", "sync_frec: 2")
-    line = typo[: typo.index("sync_frec")].count("\n") + 1
-    with pytest.raises(ConfigError, match=rf"^j.conf:{line}:3: cluster.sync_frec: .*did you mean sync_freq"):
-        loads(typo, "j.conf")
-
-
 @pytest.mark.parametrize(
     ("override", "expected"),
     [

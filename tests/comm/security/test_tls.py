@@ -314,10 +314,10 @@ def test_somebody_in_between_is_found_out(transports):
 # --- the transport ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", ["server", "both", "leave"])
-def test_whoever_closes_first_all_arrives_and_both_end(first):
+@pytest.mark.parametrize(("kind", "first"), [("tcp", "both"), ("tls", "server"), ("tls", "both"), ("tls", "leave")])
+def test_whoever_closes_first_all_arrives_and_both_end(kind, first):
     for count in (0, 3):
-        transports = TransportGroup("tls")
+        transports = TransportGroup(kind)
         pair = Pair(transports)
         closing_ = {
             "server": [pair.server_wire.close],

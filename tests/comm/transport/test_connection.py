@@ -3,7 +3,6 @@
 import os
 import socket
 import struct
-import threading
 import tracemalloc
 import zlib
 from array import array
@@ -374,25 +373,3 @@ def test_a_body_that_cannot_travel_is_refused_where_it_is_sent(body):
         with pytest.raises(ValueError, match=r"a body must be 1-D, contiguous|must be at most 67108864"):
             connection.send(Values(0, 0, 0, body=body))
         connection.send(Fetch(1))
-
-
-def test_both_ends_may_close_at_once():
-    for _ in range(20):
-        a, b = socket.socketpair()
-        residents = Recorder(), Recorder()
-        ends = Connection(a, WORKER, SERVER, residents[0], 0), Connection(b, SERVER, WORKER, residents[1], 0)
-        body = torch.zeros(1 << 16)
-        for end in ends:
-            end.start()
-            for i in range(10):
-                end.send(Values(i, 1 << 16, 0, body=body))
-        threads = [threading.Thread(target=end.shut) for end in ends]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for end, resident in zip(ends, residents, strict=True):
-            assert end.join(20)
-            assert [resident.next().round for _ in range(10)] == list(range(10))
-            assert resident.end() in ("closed on this side", "closed by the peer")
-            assert resident.ends.empty()

@@ -1,14 +1,11 @@
 """A worker's client: what it sends where, and what it waits for."""
 
-import threading
-
 import pytest
 import torch
 from single_client import ME, SERVERS, ClientHarness, applied, end
 
 from topotrain.core import protocol as m
 from topotrain.core.client.client import JobError, PeerLost
-from topotrain.launch.runtime.process_host import ConditionWaiter
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.data_messages import LeaseRelease
 
@@ -174,25 +171,6 @@ def test_buffers_go_to_server_0_0_as_bytes():
     assert {to for to, _ in sent} == {SERVERS[0]}
     assert [(p.group, p.index) for _, p in sent] == [(0, 0), (0, 1), (0, -1)]
     assert torch.equal(sent[0][1].body.view(torch.float32), torch.tensor([1.0, 2.0]))
-
-
-def test_a_monitor_wakes_a_waiting_worker():
-    monitor, seen, there = ConditionWaiter(60.0), [], threading.Event()
-
-    def wait():
-        with monitor.update():
-            there.set()
-        monitor.wait(lambda: len(seen) == 3)
-        seen.append("woken")
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert there.wait(20)
-    for number in range(3):
-        with monitor.update():
-            seen.append(number)
-    thread.join(20)
-    assert seen == [0, 1, 2, "woken"]
 
 
 def test_that_the_script_left_its_loop_is_said_before_whatever_it_does_next():
