@@ -18,12 +18,7 @@ from topotrain.core.optim.state_table import StateError, from_rows, merge, to_ro
 from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.checkpointing.checkpoint_extension import CheckpointExtension, snapshots_of
 from topotrain.extensions.checkpointing.data_position import DataPosition
-from topotrain.extensions.checkpointing.snapshot_coordinator import (
-    END,
-    TIME,
-    PublishSnapshot,
-    WriteSnapshot,
-)
+from topotrain.extensions.checkpointing.snapshot_coordinator import END, TIME, PublishSnapshot, WriteSnapshot
 from topotrain.extensions.checkpointing.snapshot_messages import CUT, Remainder, SnapshotPart, SnapshotRequest
 
 pytestmark = pytest.mark.simulated

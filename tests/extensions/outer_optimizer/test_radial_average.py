@@ -18,9 +18,7 @@ from topotrain.extensions.outer_optimizer.radial.radial_average import (
     squared_length,
     write_sum,
 )
-from topotrain.extensions.outer_optimizer.radial.radial_average import (
-    inner_product as sum_of_blocks,
-)
+from topotrain.extensions.outer_optimizer.radial.radial_average import inner_product as sum_of_blocks
 from topotrain.extensions.outer_optimizer.radial.radial_products import (
     NOTHING,
     ProductRow,

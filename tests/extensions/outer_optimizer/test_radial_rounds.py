@@ -20,11 +20,7 @@ from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
 from torch import nn
 
-from topotrain.config.job import (
-    ConfigError,
-    Merge,
-    Reduce,
-)
+from topotrain.config.job import ConfigError, Merge, Reduce
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
