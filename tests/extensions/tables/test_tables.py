@@ -1,11 +1,8 @@
 """Tables: rows on the servers only, in all three modes, over the simulated network and against torch itself."""
 
 import random
-import shutil
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,6 @@ from pairwise import pairwise
 from simulation import STORM, ScriptedCluster, ScriptedWorker, job
 from torch import nn
 
-from topotrain.comm.router import RouterConfig
-from topotrain.comm.security.handshake import Identity
-from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Algorithm, ConfigError, Job, Reduce, TransportChoice
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
@@ -38,8 +31,6 @@ from topotrain.extensions.tables.table_client import TableClient
 from topotrain.extensions.tables.table_messages import TableOpen, TablePull, TablePush, TableStep
 from topotrain.extensions.tables.table_server import TableServer
 from topotrain.extensions.tables.table_spec import TableSpec, initial_rows, pack_ids
-from topotrain.launch.runtime.process_host import HostOptions, serve
-from topotrain.launch.runtime.worker_connections import WorkerConnections
 
 QUIET = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -480,63 +471,14 @@ def test_over_every_transport(changes: dict[str, Any], far: float, tmp_path: Pat
     torch.testing.assert_close(*words, rtol=50 * far, atol=far)
 
 
-def without_model(job: Job, script: Callable[[TableClient, Address], None], directory: Path) -> None:
-    """A job whose processes (here threads) meet over a real transport and use tables only."""
-    topology, store, errors = layout(job.cluster), directory / "store", list[BaseException]()
-    store.mkdir(mode=0o700)
-    sockets = Path(socket_directory())
-
-    def place() -> RouterConfig:
-        identity = Identity(job.name, bytes(32), 0, 0, job.digest())
-        return RouterConfig(job, topology, identity, open_store(store.as_uri()), sockets)
-
-    def guarded(do: Callable[[], None]) -> threading.Thread:
-        def run() -> None:
-            try:
-                do()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        return thread
-
-    def work(me: Address) -> None:
-        connections = WorkerConnections(place(), me)
-        client = TableClient(connections.exchange, topology, job)
-        script(client, me)
-        client.close()
-        connections.close()
-
-    workers = [worker for group in range(topology.worker_groups) for worker in topology.workers(group)]
-    threads = [guarded(partial(work, me)) for me in workers]
-    for unit in topology.units if not topology.inline else ():
-        if unit.servers:
-            threads.append(
-                guarded(partial(serve, place(), unit.servers, HostOptions()))  # type: ignore[arg-type]
-            )
-    for thread in threads:
-        thread.join(30)
-    shutil.rmtree(sockets, ignore_errors=True)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads), "somebody did not end"
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"transport": TransportChoice.kTcp}, {"server_worker_separate": False, "nservers_per_group": 3}],
-    ids=["tcp", "inline"],
-)
-def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
-    def script(client: TableClient, me: Address) -> None:
-        client.open(TableSpec("t", -1, 100, mode="sync"))
+def test_pulls_of_many_rows_may_be_waited_for_in_any_order() -> None:
+    def do(client: TableClient, worker: ScriptedWorker) -> None:
         client.open(TableSpec("u", -1, 100, "float64", mode="async"))
         ids = torch.arange(0, 9000, 3)
         first, second = client.pull_async("t", ids), client.pull_async("u", ids + 1)
         assert not client.wait(second).any() and not client.wait(first).any()
         for turn in range(3):
-            client.push("t", ids, torch.full((3000, 100), 1.0 + turn + me.index))
+            client.push("t", ids, torch.full((3000, 100), 1.0 + turn + worker.me.index))
             assert bool((client.pull("t", ids) == 6.0 + 3 * turn).all())
             client.push("u", ids, torch.ones(3000, 100))
         client.barrier()
@@ -544,7 +486,7 @@ def test_a_job_of_tables_only(changes: dict[str, Any], tmp_path: Path) -> None:
         assert sum(size.rows for size in client.stats("u")) == 6000
         client.barrier()
 
-    without_model(job_of("sandblaster", **changes), script, tmp_path)
+    play(job(1, 3, 2), TableSpec("t", -1, 100, mode="sync"), do, 1, STORM)
 
 
 @pytest.mark.parametrize(
