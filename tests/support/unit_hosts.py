@@ -55,8 +55,8 @@ def hastily(beat_s: float, alive_s: float, lost_s: float = 3.0, away_s: float | 
 
 
 def wait(condition: Callable[[], object]) -> None:
-    """Until it holds, for a minute at most."""
-    until = time.monotonic() + 60
+    """Until it holds, for two minutes at most."""
+    until = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
