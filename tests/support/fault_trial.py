@@ -391,7 +391,7 @@ class Trial(FaultyCluster):
 
         waiter, sender = CrashableWaiter(process, self.sim), CrashableSender(self, process)
         gradients, sums = reduction_of(
-            self.job, self.topology, me, process.incarnation, PeerSender(sender), self.present
+            self.job, self.topology, (me, number), PeerSender(sender), self.transport, self.present
         )
         client = Client(
             me,

@@ -21,7 +21,7 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 from topotrain.tools.prediction.rehearsed.counted_operations import WorkMeter
 from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, ScriptWaiter, VirtualClock
+from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, VirtualClock
 from topotrain.tools.prediction.rehearsed.rehearsed_network import Hosts, RehearsedTransport
 from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker
 from topotrain.tools.probe.probe_file import Probe
@@ -134,7 +134,7 @@ class Rehearsal(SimCluster):
         return made
 
     def _waiter(self, me: Address) -> Waiter:
-        return ScriptWaiter(self.work[me])
+        return self.work[me]
 
     # --- how it runs -----------------------------------------------------------------------------------------------
 

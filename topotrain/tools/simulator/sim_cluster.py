@@ -72,7 +72,7 @@ class SimCluster:
         self.job, self.topology = job, topology
         self.sim = Simulation(seed)
         self.transport = self._make_transport()
-        self.present = PresentWorkers(self.transport)
+        self.present: PresentWorkers = {}
         self.schema, self.map = self._describe(schema)
         self.sim_servers: dict[Address, SimServer] = {}
         for group in range(self.topology.server_groups):
@@ -102,7 +102,7 @@ class SimCluster:
 
     def _make_client(self, me: Address) -> Client:
         sender = SimSender(self.transport, me)
-        gradients, sums = reduction_of(self.job, self.topology, me, 0, sender, self.present)
+        gradients, sums = reduction_of(self.job, self.topology, (me, 0), sender, self.transport, self.present)
         extensions = (*client_extensions(self.topology), *sums)
         waiter, shared = self._waiter(me), self.shared
         client = Client(me, self.topology, sender, waiter, shared, extensions=extensions, gradients=gradients)

@@ -13,37 +13,33 @@ from topotrain.extensions.host_sums.host_units import used_unit
 from topotrain.extensions.host_sums.sum_writer import HostSumSettings
 from topotrain.tools.simulator.sim_network import SimulatedTransport
 
-
-class PresentWorkers:
-    """The workers that can be reached by others of their unit."""
-
-    def __init__(self, transport: SimulatedTransport) -> None:
-        self._transport = transport
-        self._there: dict[tuple[Address, int], HostReduction] = {}
-
-    def add(self, me: Address, incarnation: int, reduction: HostReduction, unit: Sequence[Address]) -> None:
-        """A worker can be reached: connect it with the others of its incarnation."""
-        self._there[me, incarnation] = reduction
-        for other in unit:
-            if other == me or (other, incarnation) not in self._there:
-                continue
-            # As in a job, each pair connects once, from the later worker to the earlier one.
-            earlier, later = sorted((me, other))
-            self._transport.connect(later, earlier, "")
-            self._there[later, incarnation].connected(earlier)
+PresentWorkers = dict[tuple[Address, int], HostReduction]
+"""The workers that can be reached by others of their unit, by address and incarnation."""
 
 
 class SimUnitLinks(UnitLinks):
     """The connections of one simulated worker to the others of its unit."""
 
     def __init__(
-        self, present: PresentWorkers, me: Address, incarnation: int, unit: Sequence[Address], sender: MessageSender
+        self,
+        me: tuple[Address, int],
+        unit: Sequence[Address],
+        sender: MessageSender,
+        transport: SimulatedTransport,
+        present: PresentWorkers,
     ) -> None:
-        self._present, self._me, self._incarnation = present, me, incarnation
-        self._unit, self._sender = unit, sender
+        self._me, self._unit, self._sender = me, unit, sender
+        self._transport, self._present = transport, present
 
     def begin(self, workers: Sequence[Address], reduction: HostReduction) -> None:
-        self._present.add(self._me, self._incarnation, reduction, self._unit)
+        (me, incarnation), there = self._me, self._present
+        there[self._me] = reduction
+        for other in self._unit:
+            if other != me and (other, incarnation) in there:
+                # As in a job, each pair connects once, from the later worker to the earlier one.
+                earlier, later = sorted((me, other))
+                self._transport.connect(later, earlier, "")
+                there[later, incarnation].connected(earlier)
 
     def send(self, to: Address, message: Message) -> None:
         self._sender.send(to, message)
@@ -53,12 +49,17 @@ class SimUnitLinks(UnitLinks):
 
 
 def reduction_of(
-    job: Job, topology: Topology, me: Address, incarnation: int, sender: MessageSender, present: PresentWorkers
+    job: Job,
+    topology: Topology,
+    me: tuple[Address, int],
+    sender: MessageSender,
+    transport: SimulatedTransport,
+    present: PresentWorkers,
 ) -> tuple[GradientExchange | None, tuple[ClientExtension, ...]]:
-    """Return a worker's part in the sums of its host, and its extension."""
-    unit = used_unit(job, topology, me)
+    """Return the part in the sums of its host of a worker with this incarnation, and its extension."""
+    unit = used_unit(job, topology, me[0])
     if unit is None:
         return None, ()
-    links = SimUnitLinks(present, me, incarnation, unit.addresses(), sender)
+    links = SimUnitLinks(me, unit.addresses(), sender, transport, present)
     reduction = HostReduction(unit, HostSumSettings.of(job), links)
     return reduction, (HostSumClient(unit, reduction),)

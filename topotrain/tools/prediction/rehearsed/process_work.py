@@ -41,8 +41,8 @@ class SerialWork:
         self._cores.run(seconds, over)
 
 
-class ProcessWork:
-    """One endpoint's work: the messages that it handles, and of a worker the script.
+class ProcessWork(Waiter):
+    """One endpoint's work: the messages that it handles, and of a worker the script, whose waits these are.
 
     A message takes the time of its receipt, then it is handled. Messages that are sent then leave when the
     work before them is done.
@@ -134,6 +134,12 @@ class ProcessWork:
         self._sim.wait(lambda: self._goes_on(ready))
         self._script_runs = self._on_script
 
+    def update(self) -> AbstractContextManager[object]:
+        return nullcontext()  # no other thread is running
+
+    def look(self) -> None:
+        """Do nothing: the simulation delivers the messages."""
+
     def _goes_on(self, ready: Callable[[], bool]) -> bool:
         # The simulation asks after each event, most of which are of other processes.
         # With messages on the script's thread, it goes on only when the one at hand is done.
@@ -145,22 +151,6 @@ class ProcessWork:
         if self.handling:
             return self._sim.now + self._elapsed + self.meter.pending
         return self._sim.now + self.script_meter.pending
-
-
-class ScriptWaiter(Waiter):
-    """The waits of one worker's script."""
-
-    def __init__(self, work: ProcessWork) -> None:
-        self._work = work
-
-    def update(self) -> AbstractContextManager[object]:
-        return nullcontext()  # no other thread is running
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        self._work.wait(ready)
-
-    def look(self) -> None:
-        """Do nothing: the simulation delivers the messages."""
 
 
 class VirtualClock(Clock):
