@@ -16,7 +16,7 @@ from job_runner import PROGRAMS, JobRunner
 from programs import entry_points
 from safetensors.torch import load_file
 from shells import ended, open_shells
-from soak_cases import soak_only, soaked
+from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -95,13 +95,6 @@ def test_trainer(here: JobRunner, expected: Values) -> None:
     the_same_bits(
         here.run(APART, "entry_points.py", "trainer", extra=entry_points.CONF, name="trainer").final, expected
     )
-
-
-@soak_only
-def test_accelerate(here: JobRunner, expected: Values) -> None:
-    """The other libraries' loops are slow to import; test_integrations.py compares all of them with plain scripts."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'topotrain[transformers]'")
-    the_same_bits(here.run(APART, "entry_points.py", "accelerate", name="accelerate").final, expected)
 
 
 @pytest.mark.parametrize("entry_point", ["paddle", "tensorflow"])

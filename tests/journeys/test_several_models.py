@@ -1,13 +1,9 @@
 """Jobs with several models and optimizers through real processes: as plain PyTorch, and whatever happens to them."""
 
-import subprocess
-
 import pytest
 import torch
 from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, PROGRAMS, SANDBLASTER, JobRunner
 from killed_jobs import killed, resumed
-from process_pool import client
-from safetensors.torch import load_file
 from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -16,24 +12,6 @@ pytestmark = pytest.mark.journey
 
 EPOCHS = 3
 GOES_ON = "on_failure: kContinue reduce: kSum"
-
-
-def far(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm, all values together."""
-    assert a.keys() == b.keys()
-    mine, theirs = (torch.cat([values[name].double().reshape(-1) for name in sorted(a)]) for values in (a, b))
-    return float((mine - theirs).norm() / theirs.norm())
-
-
-@soak_only
-@pytest.mark.parametrize("cluster", [SANDBLASTER, ALLREDUCE])
-def test_a_gan_is_what_plain_pytorch_makes_of_it(runner: JobRunner, cluster: str) -> None:
-    several = runner.run(cluster, "pair.py", "plain", "--calls", name="calls").final
-    saved = runner.folder / "plain.safetensors"
-    subprocess.run(
-        [*client(runner.warm_at), str(PROGRAMS / "pair.py"), "plain", "--save", str(saved)], check=True, timeout=100
-    )
-    assert far(several, load_file(saved)) < 1e-5
 
 
 @pytest.mark.parametrize(

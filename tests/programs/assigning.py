@@ -1,10 +1,9 @@
-"""A script that changes parameters itself: after each step, before it, at the begin of each epoch, and in between.
+"""A script that changes parameters itself: after each step or before it, and at the begin of each epoch.
 
 Rule: the result of a job is that of plain Python, and no change is made twice or left out, whichever process dies.
 With `--hold FILE`, the main worker stops behind step `--at` as long as the file is there, for somebody to kill it. With
 `--once FILE`, worker 1 kills itself in that step, right behind the change that comes before it; the file says that this
-has happened. With `--job WORKSPACE`, it kills server 0/0 instead. With `--out FILE` the main worker writes its
-parameters there.
+has happened. With `--job WORKSPACE`, it kills server 0/0 instead.
 """
 
 import argparse
@@ -21,31 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=["after", "before", "average", "anew"])
+parser.add_argument("kind", choices=["after", "before"])
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=30)
 parser.add_argument("--once", type=Path)
 parser.add_argument("--job", type=Path)
-parser.add_argument("--out", type=Path)
 given = parser.parse_args()
-
-
-class Average:
-    """An exponential moving average of a model, as scripts have it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.values = {name: value.clone() for name, value in model.state_dict().items()}
-
-    def update(self, model: nn.Module) -> None:
-        for name, value in model.state_dict().items():
-            self.values[name].lerp_(value, 0.2)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self.values
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.values = {name: value.clone() for name, value in state.items()}
 
 
 def server(job: Path) -> int:
@@ -64,19 +45,14 @@ def shrink() -> None:
 
 torch.manual_seed(5)
 model: nn.Module = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 1))
-average = Average(model)
 optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=False)
 data = TensorDataset(torch.randn(96, 6), torch.randn(96, 1))
 loader = DataLoader(data, batch_size=4, shuffle=True)
-tt.keep(average=average)
 model, optimizer, loader = tt.prepare(model, optimizer, loader)
 shrink()
 steps, still = 0, threading.Event()
-for epoch in tt.epochs(given.epochs):
+for _ in tt.epochs(given.epochs):
     shrink()
-    if given.kind == "anew" and epoch == 1:
-        with tt.assign(model[2]):
-            model[2].reset_parameters()
     for x, y in loader:
         optimizer.zero_grad()
         if given.kind == "before":
@@ -92,14 +68,8 @@ for epoch in tt.epochs(given.epochs):
                 for p in model.parameters():
                     p.data.clamp_(-0.3, 0.3)
             shrink()
-        average.update(model)
         steps += 1
         if steps == given.at:
             print("holding" if given.hold.exists() else "there", flush=True)
             if given.hold.exists() and tt.is_main():
                 still.wait()
-    if given.kind == "average":
-        with tt.assign(model):
-            model.load_state_dict(average.values)
-if given.out is not None and tt.is_main():
-    torch.save(model.state_dict(), given.out)

@@ -76,18 +76,6 @@ def trainer() -> None:
     tt.Trainer(model, nn.CrossEntropyLoss(), loader).fit()
 
 
-def accelerate() -> None:
-    from topotrain.compat.integrations.accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer, loader = accelerator.prepare(*build())
-    for _ in range(EPOCHS):
-        for x, labels in loader:
-            optimizer.zero_grad()
-            accelerator.backward(nn.functional.cross_entropy(model(x), labels))
-            optimizer.step()
-
-
 # --- by hand -----------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +161,7 @@ def by_hand(who: str, ports: list[int]) -> None:
     parallelize(number)
 
 
-ENTRY_POINTS = {"prepare": prepare, "kvstore": kvstore, "trainer": trainer, "accelerate": accelerate}
+ENTRY_POINTS = {"prepare": prepare, "kvstore": kvstore, "trainer": trainer}
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from ledger import Ledger
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -34,10 +33,9 @@ class Generator(nn.Module):
 class Judge(nn.Module):
     """Dropout draws random numbers, and a batch norm has statistics of its own."""
 
-    def __init__(self, plain: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        more = [] if plain else [nn.BatchNorm1d(30), nn.Dropout(0.3)]
-        self.layers = nn.Sequential(nn.Linear(6, 30), *more, nn.ReLU(), nn.Linear(30, 1))
+        self.layers = nn.Sequential(nn.Linear(6, 30), nn.BatchNorm1d(30), nn.Dropout(0.3), nn.ReLU(), nn.Linear(30, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -51,20 +49,18 @@ def real_data() -> TensorDataset:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["gan", "plain", "ledger"], help="plain: a GAN without batch norm and dropout")
+    parser.add_argument("kind", choices=["gan", "ledger"])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--calls", action="store_true", help="a call of tt.prepare for each model")
     parser.add_argument("--die", type=int, default=-1)
     parser.add_argument("--after", action="store_true")
     parser.add_argument("--lived", type=Path, default=Path("lived"))
     parser.add_argument("--hold", type=Path, default=Path("nothing"))
     parser.add_argument("--at", type=int, default=30)
-    parser.add_argument("--save", type=Path, help="write the parameters as final.safetensors has them")
     given = parser.parse_args()
     torch.manual_seed(5)
     ledgers = given.kind == "ledger"
     first: nn.Module = Ledger(SAMPLES) if ledgers else Generator()
-    second: nn.Module = Ledger(SAMPLES) if ledgers else Judge(given.kind == "plain")
+    second: nn.Module = Ledger(SAMPLES) if ledgers else Judge()
     if ledgers:
         opt_first: torch.optim.Optimizer = torch.optim.SGD(first.parameters(), lr=1.0)
         opt_second: torch.optim.Optimizer = torch.optim.SGD(second.parameters(), lr=1.0)
@@ -72,11 +68,7 @@ if __name__ == "__main__":
         opt_first = torch.optim.Adam(first.parameters(), lr=0.01, betas=(0.5, 0.9))
         opt_second = torch.optim.SGD(second.parameters(), lr=0.05, momentum=0.5)
     loader = DataLoader(real_data(), batch_size=BATCH, shuffle=True)
-    if given.calls:
-        first, opt_first = tt.prepare(first, opt_first)
-        second, opt_second, loader = tt.prepare(second, opt_second, loader)
-    else:
-        first, second, opt_first, opt_second, loader = tt.prepare(first, second, opt_first, opt_second, loader)
+    first, second, opt_first, opt_second, loader = tt.prepare(first, second, opt_first, opt_second, loader)
     decay = [
         torch.optim.lr_scheduler.StepLR(each, 1, gamma=1.0 if ledgers else 0.7) for each in (opt_first, opt_second)
     ]
@@ -111,7 +103,3 @@ if __name__ == "__main__":
             between(both=True)
         for each in decay:
             each.step()
-    if given.save:
-        models = {"0": first, "1": second}
-        values = {f"{k}.{name}": value for k, model in models.items() for name, value in model.state_dict().items()}
-        save_file(values, given.save)
