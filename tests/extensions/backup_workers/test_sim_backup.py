@@ -11,13 +11,12 @@ from fault_schedule import CALM, FAR, VIEWS, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
 from faulty_network import NetworkFaults
 from seeds import every, seeds
-from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total, trace
+from simulation import STORM, ScriptedCluster, ScriptedWorker, job, parameters, total
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.config.job import Grads, Reduce
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import StepDecision
 from topotrain.core.server.consistency import STATIC
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
@@ -85,12 +84,17 @@ def ones(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
     return parts
 
 
+def assert_counted(cluster: ScriptedCluster, *batches: tuple[int, int, int]) -> None:
+    """The servers have these batches, each once: (epoch, worker, number)."""
+    wanted = total([ones(*batch) for batch in batches])
+    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
+
+
 def check(cluster: ScriptedCluster, told: Told, workers: int, batches: Callable[[int], int], epochs: int = 1) -> None:
     """Every batch counted once, on every shard; all were shown the same at the end of each epoch."""
     every = [(w, e * batches(w) + n) for e in range(epochs) for w in range(workers) for n in range(batches(w))]
     assert sorted(pair for pairs in told.counted.values() for pair in pairs) == sorted(every)
-    wanted = total([ones(e, w, n) for e in range(epochs) for w in range(workers) for n in range(batches(w))])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
+    assert_counted(cluster, *((e, w, n) for e in range(epochs) for w in range(workers) for n in range(batches(w))))
     for epoch in range(epochs):
         first = told.end[epoch, 0]
         for worker in range(1, workers):
@@ -145,30 +149,6 @@ def test_a_step_is_the_mean_over_exactly_the_workers_that_contributed(reduce):
     assert all(torch.equal(a, b) for a, b in zip(cluster.values(), values, strict=True))
 
 
-def test_without_lateness_a_group_with_backup_does_what_one_without_does():
-    found = []
-    for spare in (0, 1):
-        cluster = ScriptedCluster(
-            group(3, spare) if spare else job(1, 3, 2, grads=Grads.kHidden), schema=SMALL, rate=0.125
-        )
-
-        def script(scripted: ScriptedWorker) -> None:
-            scripted.visible = False
-            scripted.open(3.0)
-            for number in range(4):
-                scripted.cluster.sim.sleep(1.0 if scripted.me.index < 2 else 0.9)  # it is never the last
-                marks = (STATIC | scripted.me.index * (scripted.cluster.job.cluster.backup > 0), number, number)
-                scripted.step(numbers(0, scripted.me.index, number), marks=marks)
-            scripted.finish()
-
-        decided = trace(cluster, StepDecision)
-        cluster.play(script)
-        if spare and any(len(m.members) < 3 for *_, m in decided):
-            continue  # the last two came at one moment, and the transport was slower for one of them
-        found.append(cluster.values())
-    assert all(torch.equal(a, b) for a, b in zip(found[0], found[-1], strict=True))
-
-
 # --- every lateness of a small scope -------------------------------------------------------------------------------
 
 
@@ -220,8 +200,7 @@ def test_a_worker_that_never_comes_is_not_waited_for():
 
     cluster.play(script, [me for me in cluster.workers if me.index != 1])
     assert sorted(done) == [0, 2]
-    wanted = total([ones(0, w, n) for w in (0, 2) for n in range(3)])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
+    assert_counted(cluster, *((0, w, n) for w in (0, 2) for n in range(3)))
 
 
 def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
@@ -248,8 +227,7 @@ def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
 
     cluster.play(script)
     assert ends[2] < 40.0, "worker 0 had said that it is through"
-    wanted = total([ones(0, w, n) for w in range(3) for n in range((1, 2, 5)[w])])
-    assert all(torch.equal(a.double(), 3.0 - b) for a, b in zip(cluster.values(), wanted, strict=True))
+    assert_counted(cluster, *((0, w, n) for w in range(3) for n in range((1, 2, 5)[w])))
 
 
 # --- the real thing ------------------------------------------------------------------------------------------------

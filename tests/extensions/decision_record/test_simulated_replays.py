@@ -10,7 +10,7 @@ from seeded_runs import LAYOUTS
 from seeds import SOAK, seeds
 
 from topotrain.config.job import Job
-from topotrain.extensions.decision_record.order_entries import LOST, Arrival, OwnMessage, StepMade
+from topotrain.extensions.decision_record.order_entries import OwnMessage, StepMade
 from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
 
@@ -99,14 +99,6 @@ def test_the_ends_of_grace_windows_are_in_a_recording() -> None:
         record, _ = recorded("islands of a quorum", seed, batches=40)
         found += sum(isinstance(entry, OwnMessage) for entry in record.entries(record.servers[0]))
     assert found
-
-
-def test_deaths_are_in_a_recording() -> None:
-    record, trial = recorded("downpour", 1, faults=(Fault(1, at=0.03),), batches=18)
-    dead = [
-        entry.sender for entry in record.entries(record.servers[0]) if isinstance(entry, Arrival) and entry.kind == LOST
-    ]
-    assert trial.kills == 1 and [str(worker) for worker in dead] == ["worker 1/0"]
 
 
 # --- versions --------------------------------------------------------------------------------------------------------
