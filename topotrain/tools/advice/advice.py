@@ -40,7 +40,6 @@ class Rehearsed:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the updates are those of one process."""
         return not self.candidate.changes
 
     @property
@@ -78,7 +77,6 @@ class Rehearsed:
         return sum(link.nbytes for link in (between if between or self.candidate.given > 1 else links))
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
         candidate, found = self.candidate, self.prediction
         return {
             "layout": candidate.label,
@@ -131,7 +129,6 @@ class Advice:
         return self.winner if self.winner in exact else _winner(exact)
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data for `--json`."""
         exact = self.best_exact
         return {
             "version": VERSION,
@@ -216,7 +213,6 @@ def _winner(rehearsed: Sequence[Rehearsed]) -> Rehearsed:
 
 
 def _nothing(refused: Sequence[LeftOut], left_out: Sequence[LeftOut]) -> ConfigError:
-    """Return the error of an advice without any layout."""
     if refused:
         return ConfigError("--memory", None, f"no layout fits: {refused[0].what}: {refused[0].why}")
     why = f": {left_out[0].what}: {left_out[0].why}" if left_out else ""

@@ -17,7 +17,6 @@ _BOUNDS = f"bounds by arithmetic (above {MOST_PROCESSES} workers and servers, or
 
 
 def explain(advice: Advice) -> str:
-    """Return the advice as text."""
     exact = advice.best_exact
     head, *rows = columns(_HEAD, [_cells(each, each is exact) for each in advice.rehearsed])
     lines = [head]
@@ -63,7 +62,6 @@ def _section(title: str, found: Sequence[LeftOut]) -> Iterator[str]:
 
 
 def _grouped(found: Sequence[LeftOut]) -> list[LeftOut]:
-    """Return reasons with all that they hold for."""
     reasons: dict[str, list[str]] = {}
     for each in found:
         reasons.setdefault(each.why, []).append(each.what)

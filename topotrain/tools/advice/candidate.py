@@ -194,7 +194,6 @@ class _CandidateSource:
         return tuple(sorted({half, quick} & set(range(2, self.hosts))))
 
     def check_stragglers(self) -> None:
-        """Raise ConfigError for a straggler that no layout has."""
         cluster = self.job.cluster
         mine = cluster.nworker_groups * cluster.nworkers_per_group
         most = self.hosts if self.hosts > 1 else max(self._cores, mine)

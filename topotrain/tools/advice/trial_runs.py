@@ -35,7 +35,6 @@ class Trial:
     note: str = ""  # why not
 
     def explain(self) -> str:
-        """Return a line."""
         if self.measured is None:
             return f"{self.layout}: predicted {self.predicted:,.0f} samples/s, not measured: {self.note}"
         off = self.predicted / self.measured - 1
@@ -103,7 +102,6 @@ class ShortRun:
 
     @property
     def steps_per_s(self) -> float | None:
-        """The same for steps."""
         return self._rate(lambda event: event.step)
 
     def _rate(self, count: Callable[[StepDone], int]) -> float | None:

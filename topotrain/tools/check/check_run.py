@@ -90,7 +90,6 @@ class _Runs:
         return record
 
     def job(self, wanted: Observation) -> tuple[Record, tuple[str, ...]]:
-        """Run the job; its record, and its notices."""
         job, workspace = skeleton(self.request), self.processes.folder / "workspace"
         words = (json.dumps(asdict(wanted)), job.program, *job.args)
         cluster = replace(job.cluster, workspace=str(workspace))

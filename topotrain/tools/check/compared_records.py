@@ -43,7 +43,6 @@ class Record:
         return cls(found, notes if reported is None else {**notes, "reported": dict(reported)})
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        """The gradients of a step, by name."""
         return {name: t for (at, kind, name), t in self.values.items() if at == step and _KINDS[kind] == "gradient"}
 
 

@@ -73,11 +73,9 @@ class ProcessEstimate:
 
     @property
     def total(self) -> int:
-        """The sum, in bytes."""
         return self.values + self.gradients + self.staging + self.state + self.second
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data."""
         role, *address = self.resident
         sizes = {name: getattr(self, name) for name in ("unit", *_SIZES, "second", "total")}
         return {"role": role.name.lower(), "address": address, **sizes}

@@ -60,7 +60,6 @@ class HostCores:
         self._busy_s = 0.0
 
     def run(self, seconds: float, then: Callable[[], None]) -> None:
-        """Work for so many seconds of one core, and call `then`."""
         if seconds <= 0:
             self._sim.at(self._sim.now, then)
             return
@@ -128,8 +127,6 @@ class LinkTime(Meter):
 
 @dataclass(slots=True)
 class _Parcel:
-    """A message on its way."""
-
     left: int  # bytes that have not left yet
     piece: int
     then: Callable[[], None]  # follows its arrival

@@ -63,7 +63,6 @@ class Machines:
 
 
 def _parse_count(option: str, text: str) -> int:
-    """Parse a number of hosts, or of cores. Raises ConfigError."""
     if not text.isdecimal() or not 1 <= int(text) <= MOST_HOSTS:
         raise ConfigError(option, text, f"must be a whole number, 1 to {MOST_HOSTS}")
     return int(text)

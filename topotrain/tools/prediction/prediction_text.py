@@ -11,14 +11,12 @@ _BUSY, _IDLE = 0.8, 0.3
 
 
 def prediction_text(found: Prediction) -> str:
-    """Return a prediction for the terminal."""
     return "\n".join(
         [f"{found.framework}, {found.processes} workers and servers", "", *_table(found), "", *_told(found)]
     )
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time as text."""
     return f"{seconds * 1000:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"
 
 

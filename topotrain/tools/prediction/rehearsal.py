@@ -150,7 +150,6 @@ class Rehearsal(SimCluster):
 
     @property
     def _traced_step(self) -> int:
-        """The second measured step, counted from 1."""
         return self.measured.start + 2
 
     def _step_over(self) -> None:
@@ -169,7 +168,6 @@ class Rehearsal(SimCluster):
         return MOST_TIMES * len(self.scripts) * steps
 
     def use(self) -> Use:
-        """Return for how long each resource was busy so far."""
         # Of several cores each counts its part.
         found = {self._name(host, "cores"): cores.busy() / cores.count for host, cores in self.hosts.cores.items()}
         for (host, direction), meter in self.hosts.meters.items():

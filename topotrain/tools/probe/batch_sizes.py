@@ -30,13 +30,11 @@ class BatchWatch:
         self.small, self.alternates = small or self.small, bool(small)
 
     def drawn(self, samples: int) -> None:
-        """The script is given a batch with so many samples."""
         self.given += samples
         self.full = max(self.full, samples)
         self.drawn_at = time.perf_counter()
 
     def step_over(self) -> int:
-        """Return the samples of the step that is over."""
         given, self.given = self.given, 0
         return given
 

@@ -85,7 +85,6 @@ class ForkedProcesses:
     began: float  # when it was asked for, by `time.monotonic`
 
     def start(self, call: str, spec: Mapping[str, Any], name: str) -> ForkedProcess:
-        """Start a process that calls "module:function"."""
         return ForkedProcess(self.client, call, spec, self.folder / f"{name}.log")
 
     def run_job(self, job: Job, on_event: EventListener, profile: int = 0) -> str:

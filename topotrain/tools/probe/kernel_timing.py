@@ -59,7 +59,6 @@ def _seconds(work: Callable[[], object], calls: int = 1) -> float:
 
 
 def time_kernels() -> ProbedKernels:
-    """Time sums, copies and small operations."""
     with _one_thread():
         first, second, out = (torch.randn(_BUCKETS, _BUCKET) for _ in range(3))
         mean = OrderedMean([[0, 1]])

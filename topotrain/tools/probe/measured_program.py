@@ -61,7 +61,6 @@ class OrderedSteps:
             os._exit(1)
 
     def ended(self) -> None:
-        """Answer after the end of the script."""
         if not self.recorder.calls:
             self.answer(failed=f"ended without calling topotrain.prepare: {_NOTHING}")
         elif self.recorder.count == 0:
@@ -90,7 +89,6 @@ class OrderedSteps:
         self.recorder.clear()
 
     def _measured(self) -> dict[str, Any]:
-        """Return the fields of the answer."""
         recorder, watch = self.recorder, self._watch
         full, small = ([s for s in recorder.steps if s.samples == size] for size in (watch.full, watch.small))
         rows = zip(recorder.parts.parameters, recorder.ready(), strict=True)

@@ -49,8 +49,6 @@ _Share = Annotated[float, _within(0, 1)]
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine of a probe."""
-
     cpu: str  # name of the processor
     cores: Annotated[int, whole(1, 1 << 16)]  # those that a process may use
     memory_bytes: _Whole
@@ -112,8 +110,6 @@ class ProbedOptimizer:
 
 @dataclass(frozen=True)
 class ProbedKernels:
-    """Plain operations on tensors."""
-
     operation_s: _MessageS  # of torch on a small tensor
     byte_s: _ByteS  # that an addition of large tensors reads or writes
     copy_byte_s: _ByteS  # that is copied

@@ -36,12 +36,10 @@ class StepTimes:
 
     @property
     def computing(self) -> float:
-        """Forward and backward."""
         return self.forward + self.backward
 
 
 def medians(steps: Sequence[StepTimes]) -> StepTimes:
-    """Return the median of each part of some steps."""
     return StepTimes(*map(median, zip(*map(astuple, steps), strict=True)))
 
 
@@ -56,7 +54,6 @@ def spread(steps: Sequence[StepTimes]) -> float:
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
-    """Wait until all work on these devices is done."""
     for device in devices:
         if device.type != "cpu":  # elsewhere a call returns before its work is done
             torch.accelerator.synchronize(device)

@@ -39,7 +39,6 @@ class SimServer:
         self.send(self.server.handle(sender, message))
 
     def send(self, out: Sequence[tuple[Address, Message]]) -> None:
-        """Send the server's replies."""
         for to, message in out:
             with suppress(TransportError):  # as a process host does: the peer may not be connected
                 self._transport.send(self.server.me, to, message)
@@ -112,7 +111,6 @@ class SimCluster:
         return client
 
     def _waiter(self, me: Address) -> Waiter:
-        """Return the waits of a worker's script."""
         return self.sim
 
     def wake(self, me: Address, message: Message) -> None:

@@ -201,7 +201,6 @@ class SimulatedTransport:
         return f"simulated:{me.role.name.lower()}/{me.group}/{me.index}"
 
     def connect(self, me: Address, peer: Address, url: str) -> None:
-        """Connect two attached residents."""
         for address in (me, peer):
             if address not in self._residents:
                 raise TransportError(f"cannot reach {peer} at {url}: {address} is not attached here")
@@ -235,8 +234,6 @@ class SimulatedTransport:
 
 
 class SimSender:
-    """Sends the messages of one simulated process."""
-
     def __init__(self, transport: SimulatedTransport, me: Address) -> None:
         self._transport, self._me = transport, me
 

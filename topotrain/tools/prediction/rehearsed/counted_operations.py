@@ -38,7 +38,6 @@ class WorkMeter:
         self.pending += seconds
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
         taken, self.pending = self.pending, 0.0
         return taken
 

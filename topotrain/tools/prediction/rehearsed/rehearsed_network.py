@@ -24,15 +24,12 @@ _NO_COST = ProbedTransport(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The way from one endpoint to another one."""
-
     costs: ProbedTransport
     inside: bool = False  # both are in one process, so no bytes travel
     viewable: bool = True  # the receiver reads the sender's memory
     link: tuple[SerialWork, LinkQueue] | None = None  # with the thread that sends on it; None: that of the message
 
     def send_s(self, nbytes: int) -> float:
-        """Return the sender's seconds for a message."""
         return self.costs.send_message_s + nbytes * self.costs.send_byte_s
 
 

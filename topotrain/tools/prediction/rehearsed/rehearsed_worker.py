@@ -80,7 +80,6 @@ class ComputedStep:
         self._compute(self._forward_s)
 
     def backward_until(self, share: float) -> None:
-        """Compute the backward up to this share of it."""
         self._work.spend()
         self._compute(max(0.0, share - self._share) * self._backward_s)
         self._share = max(share, self._share)
@@ -101,7 +100,6 @@ def optimizer_class(probe: Probe) -> type[Optimizer]:
 
 
 def _make_optimizer(probe: Probe, model: nn.Module, inside: bool) -> Optimizer:
-    """Make the probed optimizer. inside: it runs in the worker."""
     cls = optimizer_class(probe)
     settings: dict[str, Any] = {"lr": 1e-3}
     known = inspect.signature(cls).parameters
