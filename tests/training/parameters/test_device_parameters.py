@@ -353,26 +353,17 @@ def test_each_storage_is_pinned_once_and_small_ones_never():
 # --- which GPU ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("gpu", "in_unit", "in_job", "gpus", "device"),
-    [
+def test_workers_take_the_gpus_of_the_list_in_turn_and_one_that_is_not_there_is_an_error():
+    for gpu, in_unit, in_job, gpus, device in (
         ((), 0, 0, 0, "cpu"),
         ((), 0, 5, 2, "cuda:1"),
         ((3, 1), 0, 7, 4, "cuda:3"),
         ((3, 1), 1, 0, 4, "cuda:1"),
         ((3, 1), 2, 0, 4, "cuda:3"),
-    ],
-)
-def test_workers_take_the_gpus_of_the_list_in_turn(gpu, in_unit, in_job, gpus, device):
-    assert chosen(gpu, in_unit, in_job, gpus) == torch.device(device)
-
-
-@pytest.mark.parametrize(("gpus", "words"), [(2, "0 to 1"), (0, "leave the field out")])
-def test_a_gpu_that_is_not_there_is_an_error(gpus, words):
-    with pytest.raises(ConfigError, match=rf"gpu = 2.*{words}"):
-        chosen((2,), 0, 0, gpus)
-
-
-def test_an_ordinary_process_takes_the_first_gpu():
-    assert device_of(None, 0) == torch.device("cpu")
-    assert device_of(None, 4) == torch.device("cuda", 0)
+    ):
+        assert chosen(gpu, in_unit, in_job, gpus) == torch.device(device)
+    for gpus, words in ((2, "0 to 1"), (0, "leave the field out")):
+        with pytest.raises(ConfigError, match=rf"gpu = 2.*{words}"):
+            chosen((2,), 0, 0, gpus)
+    # An ordinary process takes the first GPU.
+    assert (device_of(None, 0), device_of(None, 4)) == (torch.device("cpu"), torch.device("cuda", 0))

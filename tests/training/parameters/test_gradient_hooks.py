@@ -351,8 +351,8 @@ def test_revisions_rise_per_bucket_also_in_models_of_many_buckets():
 
 
 def test_after_many_backwards_that_raised_the_last_gradient_still_counts():
-    model = Fused()
-    path, sent, slice_map = path_of(model, bucket_bytes=4096)
+    model = Fused(40, 20)
+    path, sent, slice_map = path_of(model, bucket_bytes=512)
     model.blows = True
     for _ in range(300):
         with pytest.raises(ArithmeticError):
