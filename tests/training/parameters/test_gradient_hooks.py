@@ -91,18 +91,6 @@ def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
     assert min(looks) == 4
 
 
-def test_hidden_grad_is_the_workers_own():
-    seen = {}
-
-    def script(t):
-        t.backward(t.losses(cross_entropy, *BATCH))
-        seen[t.me.index] = t.model[0].weight.grad.clone()
-        t.optimizer.step()
-
-    run_local(job_of(grads=Grads.kHidden), building(), script)
-    assert not torch.equal(seen[0], seen[1])
-
-
 def test_grad_keeps_shape_strides_and_dtype():
     def build():
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)).to(
@@ -123,7 +111,7 @@ def test_grad_keeps_shape_strides_and_dtype():
 
 
 def test_a_private_backward_sends_nothing_and_leaves_the_workers_own_gradient():
-    seen = {}
+    seen, hidden = {}, {}
 
     def script(t):
         with t.local():
@@ -131,6 +119,7 @@ def test_a_private_backward_sends_nothing_and_leaves_the_workers_own_gradient():
         seen[t.me.index] = t.model[0].weight.grad.clone()
         t.optimizer.zero_grad()
         t.backward(t.losses(cross_entropy, *BATCH))
+        hidden[t.me.index] = t.model[0].weight.grad.clone()
         t.optimizer.step()
 
     def without(t):
@@ -142,6 +131,8 @@ def test_a_private_backward_sends_nothing_and_leaves_the_workers_own_gradient():
         job = job_of(grads=grads)
         assert run_local(job, building(), script).same_bits(reference(job, building(), without))
         assert not torch.equal(seen[0], seen[1])
+    # Hidden, `.grad` is the worker's own without it, too.
+    assert not torch.equal(hidden[0], hidden[1])
 
 
 # --- what autograd can do ----------------------------------------------------------------------------------------
@@ -282,26 +273,23 @@ def test_the_number_of_backwards_is_learned():
     assert counts == [1, 0, 1, 0, 1, 0, 0, 1, 0]
 
 
-def test_what_is_pushed_again_replaces_it_and_has_a_higher_revision():
+def test_what_is_pushed_again_replaces_it_and_an_edit_back_and_forth_is_not_sent():
     model = mlp()
     path, sent, _slice_map = path_of(model)
     backward(model)
-    model[0].weight.grad.mul_(2)
-    (revision,), _, _ = path.at_step(0)
-    first, second = sent.take()
-    assert first[1] < second[1] == revision
-    expected = model[0].weight.grad.view(-1)
-    assert torch.equal(second[4][: expected.numel()], expected)
-
-
-def test_an_edit_back_and_forth_is_not_sent():
-    model = mlp()
-    path, sent, _ = path_of(model)
-    backward(model)
-    sent.take()
+    (first,) = sent.take()
     model[0].weight.grad.mul_(2).mul_(0.5)
     path.at_step(0)
     assert sent.take() == []
+    model[0].weight.grad.mul_(2)
+    (revision,), _, _ = path.at_step(0)
+    (second,) = sent.take()
+    assert first[1] < second[1] == revision
+    expected = model[0].weight.grad.view(-1)
+    assert torch.equal(second[4][: expected.numel()], expected)
+    # Without a gradient a bucket has no revision.
+    model.zero_grad()
+    assert path.at_step(0)[0] == (NO_REVISION,)
 
 
 def test_a_replaced_gradient_is_an_error_also_if_the_new_one_has_the_id_of_the_old():
@@ -327,15 +315,6 @@ def test_an_edit_is_one_of_bits(dtype, value, edit, sent):
         model.weight.grad = torch.full_like(model.weight, edit)
     path.at_step(0)
     assert len(pushes.take()) == sent
-
-
-def test_without_a_gradient_a_bucket_has_no_revision():
-    model = mlp()
-    path, _sent, _slice_map = path_of(model)
-    backward(model)
-    model.zero_grad()
-    revisions, _, _ = path.at_step(0)
-    assert revisions == (NO_REVISION,)
 
 
 def test_revisions_rise_per_bucket_also_in_models_of_many_buckets():
