@@ -177,25 +177,12 @@ def test_a_cluster_is_refused_exactly_where_its_counts_do_not_fit(counts):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "name", "workers", "servers"),
-    [
-        (SANDBLASTER, "Sandblaster", [1, 1, 1, 0, 0], [0, 0, 0, 1, 1]),
-        (ALL_REDUCE, "AllReduce", [1, 1, 1], [1, 1, 1]),
-        (DOWNPOUR, "Downpour", [1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1]),
-        (HOGWILD, "Distributed Hogwild", [1, 1, 1], [1, 1, 1]),
-    ],
-)
-def test_the_four_named_frameworks(cluster, name, workers, servers):
-    topology = layout(cluster)
-    assert [len(unit.workers) for unit in topology.units] == workers
-    assert [len(unit.servers) for unit in topology.units] == servers
-    assert topology.explain().startswith(f"{name} (")
-    assert topology.synced == (cluster is HOGWILD)
-
-
-@pytest.mark.parametrize(
     ("cluster", "name"),
     [
+        (SANDBLASTER, "Sandblaster ("),
+        (ALL_REDUCE, "AllReduce ("),
+        (DOWNPOUR, "Downpour ("),
+        (HOGWILD, "Distributed Hogwild ("),
         (Cluster(), "one worker and its server"),
         (Cluster(nworkers_per_group=2, nworkers_per_procs=2), "in-memory Sandblaster"),
         (Cluster(nworkers_per_group=3), "Sandblaster with co-located servers"),
@@ -212,9 +199,10 @@ def test_the_four_named_frameworks(cluster, name, workers, servers):
         (Cluster(nserver_groups=0, nworker_groups=2, nworkers_per_procs=2), "independent groups"),
     ],
 )
-def test_other_layouts_have_names_too(cluster, name):
+def test_a_layout_has_a_name(cluster, name):
     topology = layout(cluster)
     assert topology.explain().startswith(name)
+    assert topology.synced == ("Distributed Hogwild" in name)
     assert bool(topology.sharing(0)) == ("in-memory Hogwild" in name or name.startswith("hybrid: Downpour"))
 
 
