@@ -1,5 +1,6 @@
 """Cases in which each pair of values of two parameters occurs, instead of all combinations."""
 
+import re
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
@@ -19,3 +20,8 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen.append(best)
         missing -= pairs(best)
     return [tuple(values[at] for values, at in zip(parameters, case, strict=True)) for case in chosen]
+
+
+def case_id(value: object) -> str:
+    """Return the id of a value that is or has functions: the same in each process of a run, without addresses."""
+    return re.sub(r"<function (\S+) at 0x[0-9a-f]+>", r"\1", str(value))

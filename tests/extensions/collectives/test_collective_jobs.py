@@ -27,6 +27,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from pairwise import case_id
 from torch import nn
 from training_loops import (
     ALWAYS,
@@ -197,7 +198,7 @@ def one_overflow(t: Trainer) -> None:
         # The servers clip the global norm.
         *((RING | {"grads": grads, "updater": Updater(clip_norm=0.05)}, USUAL, clip_norm) for grads in Grads),
     ],
-    ids=str,
+    ids=case_id,
 )
 def test_a_job_computes_what_the_plain_script_does(changes: Any, script: Any, expected: Any) -> None:
     assert run_local(beside(**changes), building(), script).distance(plain(building(), expected)) < 1e-5
@@ -276,7 +277,7 @@ def test_workers_that_disagree_are_named(script: Any, kind: type, words: str) ->
         ({"workers": 3, **HIDDEN}, weighted),
         *(({"workers": 3}, each) for each in (accumulate, alternating_parts, clip_norm, edit, weighted)),
     ],
-    ids=str,
+    ids=case_id,
 )
 def test_gloo_computes_what_the_reference_does(changes: dict[str, Any], script: Any, tmp_path: Path) -> None:
     job, build = gloo(**changes), building(Halves, adam) if script is halves else building()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from in_process_job import Cnn, Transformer, images, run_hosted, run_local, tokens, vectors
 from island_jobs import OUTER, Islands, adamw, assert_near, assert_same_bits, building, job, script
+from pairwise import case_id
 from torch import nn
 
 from topotrain.config.job import Compression, ConfigError, Keep, Slicing, TransportChoice, Weigh
@@ -117,13 +118,13 @@ def run_row(row: dict[str, Any], layout: dict[str, Any], steps: int, folder: Pat
     assert_same_bits(found.values, islands.train(batches))
 
 
-@pytest.mark.parametrize(("row", "layout"), ROWS, ids=str)
+@pytest.mark.parametrize(("row", "layout"), ROWS, ids=case_id)
 def test_a_job_has_the_bits_of_plain_pytorch(row: dict[str, Any], layout: dict[str, Any], tmp_path: Path) -> None:
     """The last round has fewer steps."""
     run_row(row, layout, 9 if "transport" in layout else 13, tmp_path)
 
 
-@pytest.mark.parametrize("row", [FRAGMENTS[1], FRAGMENTS[3], PAIRS, PAIRS | FRAGMENTS[2]], ids=str)
+@pytest.mark.parametrize("row", [FRAGMENTS[1], FRAGMENTS[3], PAIRS, PAIRS | FRAGMENTS[2]], ids=case_id)
 @pytest.mark.parametrize("steps", [1, 24])
 def test_rounds_that_begin_and_end_anywhere(row: dict[str, Any], steps: int, tmp_path: Path) -> None:
     run_row(row, {}, steps, tmp_path)

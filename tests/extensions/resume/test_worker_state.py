@@ -16,6 +16,7 @@ from divided_loaders import KINDS, Numbers, Stream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_job import mlp
+from pairwise import case_id
 from reports import TextList
 from safetensors.torch import load, save
 from script_job import jobs, loader
@@ -130,7 +131,7 @@ many = partial(shuffled, 103, 3)
         (Shape(2, 2, "static"), Script(many, 2, ahead=1), 103),
         (Shape(2, 2, "static"), Script(many, 2, ahead=3), 103),
     ],
-    ids=str,
+    ids=case_id,
 )
 def test_groups_come_back_one_after_the_other_and_every_sample_counts_once(snapshots_are_taken, shape, script, samples):
     run = JobRun(shape, script)
