@@ -502,6 +502,9 @@ class InlineWaiter(ConditionWaiter):
         self._turning = threading.RLock()
         self._turns = 0  # of the script's thread
         self._released = threading.Event()
+
+    def begin(self) -> None:
+        """Serve also while the script is elsewhere, until `release`. All connections of the worker are there."""
         ReaderThread(target=self._turn_elsewhere, name="inline server", daemon=True).start()
 
     def wait(self, ready: Callable[[], bool]) -> None:

@@ -143,6 +143,8 @@ class WorkerConnections(Connections):
                 self._router.connect(self.me, server, "server")
         # Last: it sends to all servers, and waits for their replies.
         self.exchange.rejoin.announce()
+        if isinstance(self._waiter, InlineWaiter):
+            self._waiter.begin()
 
     def send(self, to: Address, message: Message) -> None:
         """Send a message to a server of which there are several replicas."""
