@@ -30,6 +30,7 @@ from in_process_job import (
     usual_loop,
     vectors,
 )
+from soak_cases import soaked
 from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
@@ -494,7 +495,7 @@ MEMORY = ["shown", "sent", "sent", "kShm", "shown", "kTcp", "sent"]
 
 
 def cases() -> Iterator[tuple[str, str, Grads, str]]:
-    """Each loop in one layout or two; the numbers of layouts and of ways to travel have no common divisor."""
+    """Each loop twice; the numbers of layouts and of ways to travel have no common divisor."""
     visible, hidden, memory = cycle(["serverless", *ON_SERVERS]), cycle(ON_SERVERS), cycle(MEMORY)
     for name, loop in LOOPS.items():
         yield name, next(visible), Grads.kVisible, next(memory)
@@ -504,7 +505,13 @@ def cases() -> Iterator[tuple[str, str, Grads, str]]:
             yield name, next(visible), Grads.kVisible, next(memory)
 
 
-@pytest.mark.parametrize(("name", "layout", "grads", "memory"), [*cases()])
+CASES = [*cases()]
+FEW = [CASES[2 * number + number % 2] for number in range(len(LOOPS))]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "grads", "memory"), soaked(FEW, [case for case in CASES if case not in FEW])
+)
 def test_a_job_computes_what_the_plain_script_and_the_reference_do(name, layout, grads, memory, tmp_path):
     loop = LOOPS[name]
     job, build, script = job_of(layout, grads=grads, **loop.fields), loop.build, loop.script

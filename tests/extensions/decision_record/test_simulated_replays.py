@@ -8,6 +8,7 @@ from fault_schedule import Fault
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
 from seeded_runs import LAYOUTS
 from seeds import SOAK, seeds
+from soak_cases import soaked
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import OwnMessage, StepMade
@@ -56,7 +57,11 @@ def recorded(name: str, seed: int, **more: object) -> tuple[DecisionFile, FloatT
     return recorder.record_of(job_of(name)), trial
 
 
-@pytest.mark.parametrize("name", EACH)
+LATER = ("downpour", "downpour of pairs", "hogwild", "hogwild of three", "bounded", "elastic averaging", "islands")
+"""Layouts that differ little from another one, or of which workers are killed below."""
+
+
+@pytest.mark.parametrize("name", soaked([name for name in EACH if name not in LATER], LATER))
 def test_a_replay_under_another_network_has_the_same_bits(name: str) -> None:
     others, few = 0, range(6) if SOAK else [EACH.index(name) % 6]
     for seed in few:
@@ -70,7 +75,7 @@ def test_a_replay_under_another_network_has_the_same_bits(name: str) -> None:
     assert others >= (0 if ordered else len(few) // 2), others
 
 
-@pytest.mark.parametrize("name", ["downpour on three shards", "hogwild", "quorum", "islands of a quorum"])
+@pytest.mark.parametrize("name", soaked(["hogwild", "islands of a quorum"], ["downpour on three shards", "quorum"]))
 def test_a_worker_that_was_killed_is_killed_again(name: str) -> None:
     deaths = others = 0
     few = seeds(6)[: 6 if SOAK else 2]

@@ -8,6 +8,7 @@ from fault_trial import Trial
 from faulty_network import NetworkFaults
 from seeds import SOAK, every, seeds
 from simulation import job, trace
+from soak_cases import soaked
 
 from topotrain.config.job import Compression
 from topotrain.core import protocol as m
@@ -81,7 +82,10 @@ def one(name: str, seed: int) -> Trial:
     return found.run()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+LATER = ("sandblaster of three", "bounded", "in step", "warming up")
+
+
+@pytest.mark.parametrize("name", soaked([name for name in LAYOUTS if name not in LATER], LATER))
 def test_every_batch_counts_once_whichever_process_dies_when(name):
     kills = 0
     drawn_seeds = seeds(30, *FOUND.get(name, ()))
@@ -106,7 +110,9 @@ def left_alone(name: str, seed: int) -> Trial:
     return found
 
 
-@pytest.mark.parametrize("name", ["downpour", "downpour of pairs", "hogwild", "hogwild of pairs", "bounded", "in step"])
+@pytest.mark.parametrize(
+    "name", soaked(["downpour", "hogwild of pairs", "bounded", "in step"], ["downpour of pairs", "hogwild"])
+)
 def test_the_others_read_what_the_dead_left_and_do_not_wait_for_them(name):
     for seed in seeds(4):
         assert not left_alone(name, seed).wrong(), f"seed {seed}"
@@ -126,8 +132,14 @@ def test_a_group_that_dies_at_every_message_of_its_start_and_of_its_first_steps(
         assert found.kills == 2 and not found.wrong()
 
 
-@pytest.mark.parametrize("kind", [m.Finish, m.ModelBufferValue, m.FinalRequest, m.BufferRequest])
-@pytest.mark.parametrize("name", ["downpour of pairs", "sandblaster of three", "hogwild of pairs"])
+ENDS = (m.Finish, m.ModelBufferValue, m.FinalRequest, m.BufferRequest)
+JOBS = ("downpour of pairs", "sandblaster of three", "hogwild of pairs")
+FEW = [(JOBS[number % 3], kind) for number, kind in enumerate(ENDS)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), soaked(FEW, [(name, kind) for name in JOBS for kind in ENDS if (name, kind) not in FEW])
+)
 def test_a_group_that_dies_at_its_end_comes_to_it_again(name, kind):
     for seed in range(3) if SOAK else (0, 1):
         found = place(name, seed, (STORM, FAR, CALM)[seed], batches=6, fates=(Fault(0, kind=kind, after=seed % 2),))

@@ -6,6 +6,7 @@ from fault_schedule import FAR, FaultSchedule
 from seeded_runs import LAYOUTS, run_seeds, run_trial
 from seeds import seeds
 from simulation import STORM, VIEWS, ScriptedCluster, job, parameters
+from soak_cases import soaked
 
 from topotrain.config.job import Agreement
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
@@ -33,8 +34,10 @@ def same_where_known(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return bool(known.any()) and torch.equal(found[known], wanted[known])
 
 
-@pytest.mark.parametrize("freq", [1, 3])
-@pytest.mark.parametrize("weather", [STORM, VIEWS, FAR], ids=["storm", "views", "far"])
+@pytest.mark.parametrize(
+    ("freq", "weather"),
+    soaked([(1, STORM), (3, VIEWS), (1, FAR)], [(3, STORM), (1, VIEWS), (3, FAR)]),
+)
 def test_the_result_is_the_center_and_no_update_is_lost(freq, weather):
     """The sum of the center and the groups has the start of all four, and every update once."""
     for seed in seeds(6):

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from seeds import seeds
 from simulated_islands import STEP_S, IslandTrial, islands
+from soak_cases import soaked
 
 from topotrain.config.job import Cluster, Pace, Shard
 from topotrain.config.topology import Address, Role
@@ -178,11 +179,10 @@ def is_given_up_and_joins(n: int) -> list[Fault]:
     ("fragments", "quorum", "speeds", "faults"),
     [
         # A slow worker rests where no batch is left, and others go on: it comes back to their fragment.
-        (2, 0, (1.0, 0.6, 0.35), lambda n: []),
         (3, 0, (1.0, 0.6, 0.35), lambda n: []),
         (3, 0, (), dies),
-        (3, 0, (), is_given_up_and_joins),
         (3, 2, (), is_given_up_and_joins),
+        *soaked([], [(2, 0, (1.0, 0.6, 0.35), lambda n: []), (3, 0, (), is_given_up_and_joins)]),
     ],
 )
 def test_workers_that_lease_their_batches_stay_in_step(
@@ -229,10 +229,9 @@ def test_a_worker_that_comes_back_has_a_part_in_the_next_round(pace: Pace) -> No
 @pytest.mark.parametrize(
     ("quorum", "speeds", "pace"),
     [
-        (2, (1.0, 1.0, 1.0), Pace.kTime),
-        (2, (1.0, 1.0, 1.0), Pace.kSteps),
         (3, (1.0, 1.0, 0.7, 0.4), Pace.kTime),
         (3, (1.0, 0.9, 0.8, 1.0), Pace.kSteps),
+        *soaked([], [(2, (1.0, 1.0, 1.0), Pace.kTime), (2, (1.0, 1.0, 1.0), Pace.kSteps)]),
     ],
 )
 def test_rounds_have_the_quorum_until_workers_end(quorum: int, speeds: tuple[float, ...], pace: Pace) -> None:
@@ -247,7 +246,7 @@ def test_rounds_have_the_quorum_until_workers_end(quorum: int, speeds: tuple[flo
     assert max(wait for group in range(len(speeds)) for wait in waits(trial, group)) <= fragments
 
 
-@pytest.mark.parametrize("quorum", [1, 3])
+@pytest.mark.parametrize("quorum", soaked([3], [1]))
 def test_no_worker_leaves_a_fragment_out(quorum: int) -> None:
     """Each worker pushes each fragment as often as every other one, up to one push."""
     job = islands(4, 8, 4, quorum=quorum)
@@ -303,7 +302,7 @@ def pushes(trial: IslandTrial, group: int) -> list[tuple[int, float, float]]:
     return told[3:9]
 
 
-@pytest.mark.parametrize(("quorum", "fragments"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("quorum", "fragments"), soaked([(1, 2)], [(1, 1), (2, 1)]))
 def test_slow_workers_push_as_often_with_fewer_steps(quorum: int, fragments: int) -> None:
     trial = IslandTrial(islands(4, 10 * fragments, fragments, quorum=quorum), 500, speeds=SPEEDS, lease=True).run()
     for group, steps in enumerate((10, 10, 7, 4)):

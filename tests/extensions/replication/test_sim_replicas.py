@@ -11,6 +11,7 @@ import pytest
 from replicated_deaths import CrashableCluster
 from seeds import seeds
 from simulation import job
+from soak_cases import soaked
 
 from topotrain.config.job import Compression
 from topotrain.config.topology import Address, Role
@@ -63,7 +64,10 @@ def drawn(name: str, seed: int) -> CrashableCluster:
     return cluster
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+LATER = ("downpour on three servers", "in step", "sandblaster")
+
+
+@pytest.mark.parametrize("name", soaked([name for name in LAYOUTS if name not in LATER], LATER))
 def test_every_batch_counts_once_whichever_process_dies_when(name: str) -> None:
     deaths = 0
     drawn_seeds = seeds(SEEDS, *FOUND.get(name, ()))

@@ -21,6 +21,7 @@ from reports import TextList
 from safetensors.torch import load, save
 from script_job import jobs, loader
 from seeds import SOAK, examples, seeds
+from soak_cases import soaked
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -90,7 +91,10 @@ def data(run: JobRun) -> list[tuple[int, list[int]]]:
 # --- a group's processes come back -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "plain_range"), list(zip(REPEATABLE, cycle([False, True]), strict=False)))
+BACK = list(zip(REPEATABLE, cycle([False, True]), strict=False))
+
+
+@pytest.mark.parametrize(("kind", "plain_range"), soaked(BACK[::2], BACK[1::2]))
 def test_a_worker_that_comes_back_reads_the_rest_of_the_same_order(kind, plain_range):
     script = Script(KINDS[kind], epochs=2, plain_range=plain_range)
     plain = JobRun(NATURAL, script)
@@ -179,8 +183,7 @@ def test_rates_and_what_is_kept_come_back(per):
     assert run.worlds[run.lease_server.workers[0]].worker.tally.steps == len(expected) == len(run.seen)
 
 
-@pytest.mark.parametrize("size", [4, 23])
-@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize(("size", "per"), soaked([(4, "step"), (23, "epoch")], [(23, "step"), (4, "epoch")]))
 def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_the_schedulers(per, size):
     """Else the workers of a group would disagree about it, since the others may have saved theirs."""
     script = Script(partial(shuffled, size=size), 3 if size == 4 else 6, HALVES, per)
@@ -195,8 +198,13 @@ def test_a_rate_is_that_of_its_step_where_the_process_dies_between_the_step_and_
         assert rates(run) == ([expected[0], *expected[:-1]] if behind else expected), steps
 
 
-@pytest.mark.parametrize("ahead", [(), (0,), (1,), (0, 1)])
-@pytest.mark.parametrize("per", ["step", "epoch"])
+@pytest.mark.parametrize(
+    ("per", "ahead"),
+    soaked(
+        [("step", (0,)), ("step", (1,)), ("epoch", ()), ("epoch", (0, 1))],
+        [("epoch", (0,)), ("epoch", (1,)), ("step", ()), ("step", (0, 1))],
+    ),
+)
 def test_workers_agree_about_the_rate_where_one_has_asked_for_the_second_batch(per, ahead):
     """The other one learns from its state what the scheduler does."""
     script = Script(shuffled, 2, HALVES, per)
@@ -292,7 +300,7 @@ def continued(script: Script, at: int, number: int = 1) -> JobRun:
 EXACT = [kind for kind in KINDS if kind != "persistent"]
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", soaked(EXACT[1::2], EXACT[::2]))
 def test_a_job_that_is_continued_has_the_bits_of_one_that_was_not_interrupted(kind):
     script = Script(KINDS[kind], 2, partial(lr_scheduler.StepLR, step_size=2, gamma=0.5), kept=lambda: {"a": Average()})
     plain = JobRun(NATURAL, script)
@@ -308,7 +316,9 @@ def test_a_job_that_is_continued_has_the_bits_of_one_that_was_not_interrupted(ki
         assert later.worlds[who].worker.tally.steps == steps
 
 
-@pytest.mark.parametrize(("processes", "ahead"), [(0, None), (2, None), (0, 0), (0, 1), (0, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(
+    ("processes", "ahead"), soaked([(0, None), (0, 3), (2, 1)], [(2, None), (0, 0), (0, 1), (2, 3)])
+)
 def test_augmented_samples_are_the_same_when_a_job_is_continued(snapshots_are_taken, processes, ahead):
     """Also where a loop reads ahead: random numbers of later batches are drawn before the model draws its own."""
     more = {} if ahead is None else {"ahead": ahead}
@@ -434,7 +444,7 @@ def script(steps: int, model: nn.Module | None = None, ask: int = 0) -> tuple[nn
     return made, losses
 
 
-@pytest.mark.parametrize("at", [2, 5, 15])
+@pytest.mark.parametrize("at", soaked([5], [2, 15]))
 def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_run(job, monkeypatch, at):
     whole, losses = script(99)
     here = job(on_failure="kContinue")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from arithmetic_predictor import ArithmeticPredictor, timed_probe
+from seeds import SOAK
 
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, Compression, ConfigError, Grads, Job, Link
@@ -165,7 +166,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
     machines = Machines(hosts=2, cores=cores, link=Link(bandwidth=mbit, delay=0.1), stragglers=stragglers)
     probe = replace(timed_probe(elements=4000, batch=12), sharing={2: 2.0})
     compared = 0
-    for each in candidate.candidates(probe, machines, BARE)[0]:
+    for each in candidate.candidates(probe, machines, BARE)[0][:: 1 if SOAK else 2]:
         if each.job.cluster.compression is not Compression.kNone:
             continue
         prediction = predict(each.job, probe, each.machines)
@@ -173,7 +174,7 @@ def test_no_rehearsed_layout_is_faster_than_its_bound(
         assert prediction.samples_per_s <= bound.samples_per_s * 1.001, each.label
         assert prediction.same_as_one_process is not bool(each.changes)
         compared += 1
-    assert compared >= 10
+    assert compared >= (10 if SOAK else 4)
 
 
 def test_after_its_time_an_advice_has_bounds() -> None:

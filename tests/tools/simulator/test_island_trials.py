@@ -8,8 +8,10 @@ import pytest
 import torch
 from fault_schedule import Fault, FaultKind
 from island_trial import IslandTrial, trains_alone
+from pairwise import case_id
 from seeded_runs import LAYOUTS, TrialVerdict, prepared, run_trial, schedule_of
 from seeds import seeds
+from soak_cases import soaked
 
 from topotrain.config.job import Keep
 from topotrain.core.protocol import StepDecision
@@ -211,24 +213,28 @@ def epoch_forgotten_when_read(patch: pytest.MonkeyPatch) -> None:
 MUTANTS = [
     (taken_by_each_worker_when_it_has_them, "islands of pairs"),
     (pushed_by_each_worker, "islands of pairs in step"),
-    (pushed_by_each_worker, "islands of three"),
     (next_fragment_as_each_worker_knows_it, "islands of pairs"),
     (means_of_others_left_out, "islands of pairs that wait"),
-    (base_not_moved, "islands of pairs"),
     (base_not_moved, "islands in step"),
-    (sent_forgotten, "islands of a quorum"),
     (sent_forgotten, "islands that wait"),
     (late_counted_twice, "islands"),
     (nobody_awaited, "islands in step"),
     (other_members_on_a_shard, "islands of a quorum"),
-    (other_members_on_a_shard, "islands of pairs in step"),
     (shards_in_any_order, "islands in step"),
     (state_not_held_back, "islands that wait"),
     (epoch_forgotten_when_read, "islands that wait"),
 ]
 
 
-@pytest.mark.parametrize(("mutant", "name"), MUTANTS, ids=[f"{row[0].__name__}, {row[1]}" for row in MUTANTS])
+MORE = [
+    (pushed_by_each_worker, "islands of three"),
+    (base_not_moved, "islands of pairs"),
+    (sent_forgotten, "islands of a quorum"),
+    (other_members_on_a_shard, "islands of pairs in step"),
+]
+
+
+@pytest.mark.parametrize(("mutant", "name"), soaked(MUTANTS, MORE), ids=case_id)
 def test_each_rule_of_rounds_is_needed(
     mutant: Callable[[pytest.MonkeyPatch], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from divided_loaders import KINDS, LeaseServer, LoaderClient, Numbers, Stream, f
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from seeds import examples
+from soak_cases import soaked
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -117,7 +118,7 @@ class Job:
         return sorted(int(sample) for batch in batches for sample in batch)
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_every_sample_once_per_epoch(data):
     workers, size = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
@@ -157,7 +158,13 @@ def test_every_sample_once_per_epoch(data):
 # --- the plain loader's order ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+SLOW = ("persistent", "stream in processes")
+"""Kinds with processes of which the workers' shares, or one worker alone, are enough."""
+ALIKE = ("generator", "weighted", "replacement", "collate", "stream, subclass")
+"""Kinds that differ little from another one where they are divided."""
+
+
+@pytest.mark.parametrize("kind", soaked([kind for kind in KINDS if kind not in SLOW], SLOW))
 def test_one_worker_alone_reads_what_the_plain_loader_reads_bit_for_bit(kind):
     def rng() -> tuple[Any, ...]:
         return torch.rand(2).tolist(), random.random(), float(numpy.random.rand())
@@ -181,7 +188,12 @@ def test_one_worker_alone_reads_what_the_plain_loader_reads_bit_for_bit(kind):
     assert len(job.loader(client.who)) == len(make()) if "stream" not in kind else True
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("keys", "stream of items", "persistent")])
+DIVISIBLE = [kind for kind in KINDS if kind not in ("keys", "stream of items", "persistent")]
+
+
+@pytest.mark.parametrize(
+    "kind", soaked([kind for kind in DIVISIBLE if kind not in (*ALIKE, "processes")], (*ALIKE, "processes"))
+)
 def test_the_workers_shares_put_together_are_the_plain_loaders_batches(kind):
     plain = Job(KINDS[kind])
     torch.manual_seed(7)
@@ -298,7 +310,7 @@ class Ready(Dataset[Any]):
         }
 
 
-@pytest.mark.parametrize("mode", ["broadcast", "static", "lease"])
+@pytest.mark.parametrize("mode", soaked(["broadcast"], ["static", "lease"]))
 def test_items_that_are_batches_are_sliced_after_loading(mode):
     job = Job(lambda: DataLoader(Ready(), batch_size=None), workers=2, mode=mode)
     read = job.read()
@@ -505,7 +517,10 @@ TWO = [((24, 6), (36, 12), True), ((24, 6), (40, 12), False), ((26, 6), (36, 12)
 
 @pytest.mark.parametrize(
     ("one", "two", "divided", "cycled", "processes"),
-    [(*sizes, cycled, 0) for sizes, cycled in zip(TWO, (False, True) * 2)] + [(*TWO[0], True, 0), (*TWO[1], False, 1)],
+    soaked(
+        [(*sizes, cycled, 0) for sizes, cycled in zip(TWO, (False, True) * 2)],
+        [(*TWO[0], True, 0), (*TWO[1], False, 1)],
+    ),
 )
 def test_batches_of_two_loaders_meet_as_in_the_plain_script(one, two, divided, cycled, processes):
     def loaders() -> list[DataLoader[Any]]:
@@ -657,8 +672,10 @@ SHAPES = [(2, "lease"), (2, "static"), (1, "broadcast")]
 
 @pytest.mark.parametrize(
     ("kind", "groups", "mode"),
-    [(kind, *SHAPES[number % 3]) for number, kind in enumerate(DIVIDED)]
-    + [("subset", 2, "static"), ("stream", 2, "lease")],
+    soaked(
+        [(kind, *SHAPES[number % 3]) for number, kind in enumerate(DIVIDED)],
+        [("subset", 2, "static"), ("stream", 2, "lease")],
+    ),
 )
 def test_data_that_is_divided_already_is_named(kind, groups, mode):
     make, said = DIVIDED[kind]
@@ -693,9 +710,11 @@ def test_workers_that_read_loaders_in_another_order_are_named():
 # --- a loader to evaluate with ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind not in ("replacement", "weighted", "persistent", "stream in processes")]
-)
+SPLIT = [kind for kind in KINDS if kind not in ("replacement", "weighted", "persistent", "stream in processes")]
+SPLIT_ALIKE = ("generator", "subset", "collate", "keys", "processes", "stream of items")
+
+
+@pytest.mark.parametrize("kind", soaked([kind for kind in SPLIT if kind not in SPLIT_ALIKE], SPLIT_ALIKE))
 def test_a_split_loader_has_every_sample_once_and_moves_random_numbers_as_the_plain_one(kind):
     if "stream" in kind and kind != "stream, subclass":
         torch.manual_seed(1)  # its own order is random, and not the same on all workers
