@@ -18,6 +18,7 @@ from replicated_deaths import CrashableCluster
 from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
+from soak_cases import soaked
 from torch import nn
 
 from topotrain.config.job import ConfigError, Merge, Reduce
@@ -183,7 +184,7 @@ def train(worker: ScriptedWorker) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("quorum", [0, 2, 3])
+@pytest.mark.parametrize("quorum", soaked([0, 2], [3]))
 def test_a_round_has_the_groups_of_its_decision_whatever_else_is_staged(quorum: int) -> None:
     sizes = set()
     for seed in seeds(12):

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import typer.main
 from reference_tables import with_tables
+from soak_cases import soaked
 
 from tests.support.recorded_jobs import job_of
 from topotrain.config.job import ConfigError, Job
@@ -256,7 +257,7 @@ def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
     assert ask("run", "a.conf", "--repport", "x")[0] == 2
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", soaked(["bash"], ["zsh", "fish"]))
 def test_a_shell_is_offered_commands_and_job_files(
     ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str
 ) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from script_job import job as job  # a fixture
 from script_job import loader, unfused
+from soak_cases import soak_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -494,6 +495,7 @@ def folders(tmp_path: Path, *names: str) -> list[Path]:
     return found
 
 
+@soak_only
 @pytest.mark.journey
 def test_sandblaster_ends_with_the_bits_of_the_same_loop_by_hand(warmed, tmp_path):
     ours, hand = folders(tmp_path, "ours", "hand")
