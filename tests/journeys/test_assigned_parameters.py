@@ -30,9 +30,9 @@ def test_a_worker_or_a_server_that_dies_between_a_change_and_its_step_repeats_ne
     """The servers go on, and know which changes they have made; so does the second copy of one that dies."""
     undisturbed = runner.run(SYNC, PROGRAM, "before", name="undisturbed").final
     twice = f"{SYNC} transport: kTcp replicas: 2"
-    for name, cluster, more, action in (
-        ("worker", SYNC, (), "group 0 starts again (incarnation 1)"),
-        ("server", twice, ("--job", str(runner.folder / "server")), "its second copy goes on"),
+    for name, cluster, more, action in soaked(
+        [("server", twice, ("--job", str(runner.folder / "server")), "its second copy goes on")],
+        [("worker", SYNC, (), "group 0 starts again (incarnation 1)")],
     ):
         words = ("before", "--once", str(runner.folder / f"{name}-once"), *more)
         ended = runner.run(cluster, PROGRAM, *words, extra="on_failure: kContinue restarts: 2", name=name)

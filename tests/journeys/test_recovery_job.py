@@ -51,6 +51,7 @@ def test_the_survivors_of_a_synchronous_group_are_not_started_again(runner: JobR
     assert 0 < ended.report["incidents"][0]["others_waited_s"] < 20
 
 
+@soak_only
 def test_the_first_worker_dies_and_the_others_keep_their_step(runner: JobRunner) -> None:
     """Worker (0,0) draws the epochs for all."""
     ended = survive(runner, SANDBLASTER, "worker 0/0", 1)
@@ -65,6 +66,7 @@ def test_the_survivors_of_groups_of_two_are_not_started_again(runner: JobRunner)
     assert starts(runner) == [1, 1, 1, 2]
 
 
+@soak_only
 def test_a_script_that_makes_two_backwards_in_a_step_restarts_with_its_group(runner: JobRunner) -> None:
     ended = survive(runner, SANDBLASTER, "worker 0/1", 0, "twice")
     assert action(ended) == "group 0 starts again (incarnation 1)"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from job_runner import ALLREDUCE, SANDBLASTER, Ended, JobRunner
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -34,6 +35,7 @@ def test_a_worker_joins_and_two_leave_and_a_death_meanwhile_costs_no_sample(
     assert "the job goes on with nworkers_per_group: 2" in log
 
 
+@soak_only
 def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_that_no_worker_joined(
     runner: JobRunner,
 ) -> None:

@@ -9,7 +9,7 @@ from job_runner import Ended, JobRunner
 from killed_jobs import killed, resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 
@@ -21,7 +21,8 @@ HOGWILD = "nworker_groups: 2 nserver_groups: 2 nservers_per_group: 2"
 HYBRID = "nworker_groups: 4 nserver_groups: 2"
 
 
-@pytest.mark.parametrize("cluster", soaked([INLINE], [SYNC]))
+@soak_only
+@pytest.mark.parametrize("cluster", [INLINE, SYNC])
 def test_the_same_bits_as_without_the_death(runner: JobRunner, cluster: str) -> None:
     undisturbed = runner.run(cluster, "resuming.py", "net", name="undisturbed").final
     workspace = killed(runner, cluster, "net")
@@ -47,7 +48,7 @@ def test_a_signal_leaves_a_snapshot_from_which_the_same_bits_come(runner: JobRun
     net.load_state_dict(load_file(early / "model.safetensors"), strict=False)
     assert Manifest.open(early).steps(0) == 20
     assert not torch.equal(net.layers[0].weight, undisturbed["layers.0.weight"])
-    for snapshot in (workspace, early) if cluster is SYNC else (workspace,):
+    for snapshot in soaked([workspace], [early] if cluster is SYNC else []):
         ended = resumed(runner, snapshot)
         different = [name for name, tensor in undisturbed.items() if not torch.equal(tensor, ended.final[name])]
         assert not different, (snapshot, found.steps(0), different)
@@ -74,7 +75,7 @@ def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunn
     numbers = runner.folder / "numbers-1.txt"
     seen = numbers.read_text().splitlines()
     at = runner.folder / "job" / "manifests" / "step-10"
-    for counted in ("builtin", "tt"):
+    for counted in [*soaked([], ["builtin"]), "tt"]:
         numbers.unlink()
         ended = runner.run(INLINE, "numbered.py", counted, extra=extra, options=("--resume", str(at)))
         assert ("counts them by enumerate(loader)" in ended.err) is (counted == "builtin"), ended.err
@@ -82,16 +83,15 @@ def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunn
     assert all(torch.equal(tensor, ended.final[name]) for name, tensor in undisturbed.items())
 
 
+@soak_only
 @pytest.mark.parametrize(
     ("before", "after"),
-    soaked(
-        [(SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true")],
-        [
-            (HOGWILD, HYBRID),
-            (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
-            (HYBRID, SYNC),
-        ],
-    ),
+    [
+        (SYNC, "nworkers_per_group: 3 nservers_per_group: 1 server_worker_separate: true"),
+        (HOGWILD, HYBRID),
+        (SYNC, "nworker_groups: 2 nservers_per_group: 3 server_worker_separate: true"),
+        (HYBRID, SYNC),
+    ],
 )
 def test_every_sample_once_on_another_layout(runner: JobRunner, before: str, after: str) -> None:
     workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 30 if before == SYNC else 12)
@@ -128,11 +128,11 @@ def test_what_may_be_edited_since_a_snapshot(runner: JobRunner) -> None:
         return runner.run(INLINE, "edited.py", edit, extra="checkpoint_freq: 8", code=code, options=options)
 
     for edit, words in soaked(
+        [("excluded", "has other parameter groups than in snapshot 1: 0.weight differs; a layer that is frozen")],
         [
             ("batch", "loader.batch_size = 16: must be 8, as when the snapshot was taken: 4 batches of this epoch"),
-            ("excluded", "has other parameter groups than in snapshot 1: 0.weight differs; a layer that is frozen"),
+            ("data", "len(loader.dataset) = 80: must be 64, as when the snapshot was taken"),
         ],
-        [("data", "len(loader.dataset) = 80: must be 64, as when the snapshot was taken")],
     ):
         ended = edited(edit, 4, 2)
         assert words in ended.err and "Traceback" not in ended.err, ended.err

@@ -12,7 +12,7 @@ EPOCHS = 3
 SUM = "reduce: kSum"
 
 
-@pytest.mark.parametrize(("how", "cluster"), soaked([("exit", SANDBLASTER), ("exec", DOWNPOUR)], [("c", ALLREDUCE)]))
+@pytest.mark.parametrize(("how", "cluster"), soaked([("exit", SANDBLASTER)], [("exec", DOWNPOUR), ("c", ALLREDUCE)]))
 def test_after_the_loop_the_result_comes_home(runner: JobRunner, how: str, cluster: str) -> None:
     ended = runner.run(cluster, "leaves.py", how, "end", extra=SUM)
     ended.check_ledger(EPOCHS)
@@ -20,7 +20,7 @@ def test_after_the_loop_the_result_comes_home(runner: JobRunner, how: str, clust
     assert ended.report["metrics"] == {"trained": 1.0}
 
 
-@pytest.mark.parametrize(("how", "cluster"), soaked([("c", SANDBLASTER), ("exec", ALLREDUCE)], [("exit", HOGWILD)]))
+@pytest.mark.parametrize(("how", "cluster"), soaked([("exec", ALLREDUCE)], [("c", SANDBLASTER), ("exit", HOGWILD)]))
 def test_in_the_middle_of_a_loop_it_is_a_death(runner: JobRunner, how: str, cluster: str) -> None:
     ended = runner.run(cluster, "leaves.py", how, "middle", str(runner.folder / "mark"), extra=SUM)
     ended.check_ledger(EPOCHS)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from job_runner import DOWNPOUR, SANDBLASTER, Ended, JobRunner
-from soak_cases import soaked
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -44,14 +44,15 @@ def token_of(ended: Ended) -> bytes:
     return secret
 
 
-@pytest.mark.parametrize("cluster", soaked([DOWNPOUR], [SANDBLASTER + " transport: kTcp"]))
+@soak_only
+@pytest.mark.parametrize("cluster", [DOWNPOUR, SANDBLASTER + " transport: kTcp"])
 def test_no_file_and_no_output_of_a_job_has_its_secret(runner: JobRunner, cluster: str) -> None:
     ended = runner.run(cluster, "small.py", options=["--profile"])
     assert not find(token_of(ended), runner.folder, ended.out, ended.err)
 
 
 def test_the_programs_exception_is_the_cause_and_is_shown_and_does_not_show_it_either(runner: JobRunner) -> None:
-    ended = runner.run(SANDBLASTER, "wrong.py", "raise", code=1)
+    ended = runner.run(SANDBLASTER, "wrong.py", "raise", options=["--profile"], code=1)
     assert "worker 0/1" in ended.err
     assert "ValueError: a fault of the program" in ended.err
     assert 'raise ValueError("a fault of the program")' in ended.err

@@ -44,7 +44,7 @@ SYNC = "nworkers_per_group: 2 nservers_per_group: 2 server_worker_separate: true
 INLINE = "nworkers_per_group: 2 nservers_per_group: 2"
 
 
-@pytest.mark.parametrize("cluster", soaked([SYNC], [INLINE]))
+@pytest.mark.parametrize("cluster", soaked([INLINE], [SYNC]))
 def test_a_gan_goes_on_with_the_same_bits(runner: JobRunner, cluster: str) -> None:
     """The main worker is killed between two steps with a batch, and the snapshot is of another moment."""
     undisturbed = runner.run(cluster, "pair.py", "gan", name="undisturbed").final

@@ -18,12 +18,15 @@ TWO_BY_TWO = "nworker_groups: 2 nworkers_per_group: 2 nservers_per_group: 2 serv
 ROUNDS = f"{TWO_BY_TWO} sync_freq: 5 {MEAN}"
 
 
+@soak_only
 @pytest.mark.parametrize(
     ("cluster", "shard"),
-    soaked(
-        [("quorum: 1 transport: kTcp", "kLease")],
-        [("overlap: 2", "kAuto"), ("", "kAuto"), ("transport: kTcp", "kLease")],
-    ),
+    [
+        ("quorum: 1 transport: kTcp", "kLease"),
+        ("overlap: 2", "kAuto"),
+        ("", "kAuto"),
+        ("transport: kTcp", "kLease"),
+    ],
 )
 def test_every_sample_counts_once(runner: JobRunner, cluster: str, shard: str) -> None:
     ended = runner.run(f"{ROUNDS} {cluster}", "ledger.py", extra=f"reduce: kSum shard: {shard}")
@@ -54,6 +57,7 @@ def test_a_killed_worker_costs_no_sample_and_stops_no_other_group(runner: JobRun
     assert starts == {0: "x", 1: "x", 2: "xx", 3: "xx"}, "the other group went on"
 
 
+@soak_only
 def test_a_server_that_dies_costs_nothing_where_there_are_two_copies(runner: JobRunner) -> None:
     words = (str(runner.folder / "job"), "server 0/1", "3", "4")
     ended = runner.run(f"{ROUNDS} replicas: 2 transport: kTcp", "mortal.py", *words, extra="reduce: kSum")
@@ -90,7 +94,8 @@ def test_a_job_that_is_asked_to_end_goes_on_with_the_same_bits(runner: JobRunner
 ALONE = f"nworker_groups: 3 nservers_per_group: 2 server_worker_separate: true sync_freq: 7 {MEAN}"
 
 
-@pytest.mark.parametrize("before", soaked([ALLREDUCE], [ALONE]))
+@soak_only
+@pytest.mark.parametrize("before", [ALLREDUCE, ALONE])
 def test_a_snapshot_moves_to_groups_of_two(runner: JobRunner, before: str) -> None:
     workspace = killed(runner, before, "ledger", "snapshot_s: 0.1 reduce: kSum", 14)
     assert latest(workspace) is not None

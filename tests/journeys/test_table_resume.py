@@ -66,6 +66,7 @@ def test_a_server_dies_and_each_sample_counts_once_in_its_row(runner: JobRunner)
     assert rows_of(ended.workspace, "cells", 1) == {sample: [3.0] for sample in range(96)}
 
 
+@soak_only
 def test_a_worker_dies_and_the_whole_job_goes_on_from_the_snapshot(runner: JobRunner) -> None:
     ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "snapshot", "table", extra="snapshot_s: 0.05")
     assert "the whole job starts again from /" in ended.err

@@ -9,7 +9,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from tests.support.launch_targets import CALLS, launch, marked, parts, processes, small_job, wait_for
 from tests.support.refused_forks import VARIABLE
@@ -23,6 +23,7 @@ from topotrain.launch.agent.unit_process import UnitProcess, start_unit
 from topotrain.launch.control_socket import ask
 from topotrain.launch.job_requests import JobRequests
 from topotrain.launch.local import LocalLauncher
+from topotrain.launch.recovery import attempt_state
 from topotrain.launch.recovery.recovery_actions import StopJob
 
 pytestmark = pytest.mark.journey
@@ -152,11 +153,13 @@ def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark, de
 
 @pytest.mark.parametrize(
     ("args", "code", "cause"),
-    [
-        (parts(worker_0_1="killed", worker_0_0="lost_peer", server_0_0="lost_peer"), 1, ("worker 0/1", "died")),
-        (parts(worker_0_1="late program", worker_0_0="lost peer", server_0_0="stay"), 1, ("worker 0/1", "program")),
-        (parts(server_0_0="misconfigured", worker_0_0="deaf", worker_0_1="stay"), 2, ("server 0/0", "config")),
-    ],
+    soaked(
+        [(parts(worker_0_1="killed", worker_0_0="lost_peer", server_0_0="lost_peer"), 1, ("worker 0/1", "died"))],
+        [
+            (parts(worker_0_1="late program", worker_0_0="lost peer", server_0_0="stay"), 1, ("worker 0/1", "program")),
+            (parts(server_0_0="misconfigured", worker_0_0="deaf", worker_0_1="stay"), 2, ("server 0/0", "config")),
+        ],
+    ),
 )
 def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
     def hear(event):
@@ -171,11 +174,13 @@ def test_the_first_cause_ends_the_job(tmp_path, mark, args, code, cause):
 
 @pytest.mark.parametrize(
     ("who", "part", "kind", "words"),
-    [
-        ("server_0_0", "exits 0", "died", "ended with exit code 0 before its work was done"),
-        ("worker_0_1", "execs", "died", "has closed the channel to its unit and still runs"),
-        ("worker_0_1", "closes", "program", "ended with exit code 1"),
-    ],
+    soaked(
+        [
+            ("worker_0_1", "execs", "died", "has closed the channel to its unit and still runs"),
+            ("worker_0_1", "closes", "program", "ended with exit code 1"),
+        ],
+        [("server_0_0", "exits 0", "died", "ended with exit code 0 before its work was done")],
+    ),
 )
 def test_an_end_that_was_not_announced_is_a_loss(tmp_path, mark, who, part, kind, words):
     outcome, _ = launch(tmp_path, parts(**{who: part}))
@@ -205,11 +210,8 @@ REFUSING = replace(CALLS, preload=(*CALLS.preload, "tests.support.refused_forks"
 
 @pytest.mark.parametrize(
     ("dies", "forks", "restarts", "code"),
-    [
-        # The first three forks are those of the start.
-        (parts(worker_0_1="once"), "4", 3, 0),
-        (parts(worker_0_1="once"), "4 5 6 7 8 9", 2, 1),
-    ],
+    # The first three forks are those of the start.
+    soaked([(parts(worker_0_1="once"), "4", 3, 0)], [(parts(worker_0_1="once"), "4 5 6 7 8 9", 2, 1)]),
 )
 def test_a_fork_that_the_system_refuses_is_tried_again(tmp_path, mark, monkeypatch, dies, forks, restarts, code):
     monkeypatch.setenv(VARIABLE, forks)
@@ -242,6 +244,7 @@ def test_a_unit_that_cannot_be_started_again_is_a_loss(tmp_path, mark, monkeypat
             raise BlockingIOError(errno.EAGAIN, "no process")
         return start_unit(*words)
 
+    monkeypatch.setattr(attempt_state, "LEASE_S", 0.3)
     monkeypatch.setattr(run_loop, "start_unit", refused_twice)
     acts = parts(server_0_0="frozen once", worker_0_0="until over", worker_0_1="until over")
     outcome, events = launch(tmp_path, acts, restarts=3, server_worker_separate=True)
@@ -328,7 +331,8 @@ def test_the_main_worker_may_report_when_another_one_fails_first(tmp_path, mark)
     assert (outcome.code, outcome.cause.who) == (2, "worker 0/1")
 
 
-@pytest.mark.parametrize("victim", soaked(["unit 1"], ["forkserver"]))
+@soak_only
+@pytest.mark.parametrize("victim", ["unit 1", "forkserver"])
 def test_the_death_of_a_supervisor_ends_the_job(tmp_path, mark, victim):
     killed = []
 
@@ -366,6 +370,7 @@ class Process:
 DEAF = parts(worker_0_0="group", worker_0_1="deaf", server_0_0="deaf")
 
 
+@soak_only
 def test_nobody_outlives_a_killed_launcher(tmp_path, mark):
     launcher = Process(tmp_path, DEAF)
     launcher.until(Notice, "worker 0/1")
@@ -374,6 +379,7 @@ def test_nobody_outlives_a_killed_launcher(tmp_path, mark):
     assert launcher.end()[0] == -9
 
 
+@soak_only
 def test_ctrl_c_in_the_terminal_ends_the_job_in_order(tmp_path, mark):
     launcher = Process(tmp_path, DEAF)
     launcher.until(Notice, "worker 0/1")
@@ -393,6 +399,7 @@ def test_a_second_ctrl_c_does_not_wait(tmp_path, mark):
     assert launcher.end() == (130, "")
 
 
+@soak_only
 def test_two_jobs_at_once_need_two_workspaces(tmp_path, mark):
     first, second, same = tmp_path / "first", tmp_path / "the second, 50%", []
 

@@ -114,7 +114,7 @@ def test_a_death_without_an_explanation_is_a_failure(unit, part, kind, end, tail
     assert failed == Failed("worker 0/0", kind, f"worker 0/0 (pid {pid}) {end}", tail)
 
 
-@pytest.mark.parametrize("how", soaked(["command", "SIGINT"], ["SIGTERM"]))
+@pytest.mark.parametrize("how", soaked(["command"], ["SIGINT", "SIGTERM"]))
 def test_asked_to_stop_it_ends_the_deaf_too(unit, how):
     one = unit(parts(worker_0_0="deaf", server_0_0="stay"))
     one.until(Notice, text="deaf")
@@ -165,7 +165,7 @@ def test_signaled_alone_it_ends_when_no_order_comes(unit, whom):
         assert [event.kind for event in one.of(Failed)] == ["died"]
 
 
-@pytest.mark.parametrize("how", soaked(["the launcher dies", "the forkserver dies"], ["the unit dies"]))
+@pytest.mark.parametrize("how", soaked(["the forkserver dies"], ["the launcher dies", "the unit dies"]))
 def test_nobody_outlives_the_others(unit, how):
     one = unit(parts(worker_0_0="group", server_0_0="deaf"))
     one.until(Notice, text="brood")
