@@ -101,7 +101,7 @@ CHECKERS = {
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("checker", soaked(["mypy"], ["pyright"]))
+@pytest.mark.parametrize("checker", soaked(["pyright"], ["mypy"]))
 def test_a_project_keeps_its_types(checker: str, tmp_path: Path) -> None:
     file = tmp_path / "train.py"
     file.write_text(PROJECT + "\n".join(WRONG) + "\n")

@@ -5,7 +5,6 @@ What ends as in plain Python is found in scripts of several blocks; what is refu
 
 EQUAL = (
     ("gradients=vmap clipping=ours data=second flow=continue", "allreduce"),
-    ("hooks=clamp_before silent=no_zero_grad data=second_uneven flow=continue", "allreduce"),
     ("hooks=tensor_after silent=no_zero_grad average=swapped writes=data_first", "allreduce"),
     ("hooks=post_before gradients=set average=swapped_load writes=copy_first", "allreduce"),
     ("average=ema_final state=clear wrapper=sam hooks=clamp_before", "allreduce"),
@@ -24,6 +23,8 @@ EQUAL = (
     ("gradients=set data=whole_batches", "allreduce"),
     ("writes=numpy_step silent=stale", "island"),
 )
+EQUAL_ALIKE = (("hooks=clamp_before silent=no_zero_grad data=second_uneven flow=continue", "allreduce"),)
+"""Each block of them is in another one above: in the soak."""
 REFUSED = tuple(
     (blocks, "allreduce")
     for blocks in (

@@ -1,9 +1,9 @@
 """What the documents say is so: links lead somewhere, commands run, code compiles, the README shows the example's diff.
 
-Commands that start with `topotrain` or `python` run in a copy of examples/: of each page those that train nothing, and
-the first one that trains, and in the soak all. They train for one epoch, whatever the page says, and are forked from
-processes that have imported torch, as is everything in their jobs. What `make` would do is only looked up in the
-Makefile.
+Commands that start with `topotrain` or `python` run in a copy of examples/: the first of each subcommand that trains
+nothing, of each tool that launches, and of each example that trains; in the soak all. They train for one epoch,
+whatever the page says, and are forked from processes that have imported torch, as is everything in their jobs. What
+`make` would do is only looked up in the Makefile.
 """
 
 import ast
@@ -134,6 +134,14 @@ class Command:
         return words[0] == "python" or (words[1] in TRAINING and self.code == 0)
 
     @property
+    def what(self) -> tuple[str, ...]:
+        """What it is an example of: the example that trains, or the subcommand."""
+        words = self.text.split()
+        if self.trains and (example := re.search(r"examples/\w+\.py", self.text)) and words[1] not in LONG:
+            return (example[0],)
+        return (*words[1 : 3 if words[1] in ("launch", "jobs") else 2], str(self.code))
+
+    @property
     def to_run(self) -> str:
         """The same, quick: one epoch for every training."""
         if not re.search(r"examples/\w+\.py", self.text) or "examples/trainer.py" in self.text:
@@ -146,6 +154,8 @@ class Command:
 
 
 TRAINING = ("run", "compare", "chaos", "check", "probe", "advise", "unit")
+LONG = TRAINING[1:]
+"""Of which a journey of its own runs each."""
 
 
 def commands(*programs: str) -> list[Command]:
@@ -163,8 +173,14 @@ def commands(*programs: str) -> list[Command]:
 
 
 SHOWN = commands("topotrain", "python")
-FIRST = {command.page: command for command in reversed(SHOWN) if command.trains}
-QUICK = [command for command in SHOWN if not command.trains or command is FIRST[command.page]]
+FIRST = {command.what: command for command in reversed(SHOWN)}
+FIRST_OF_PAGE = {command.page: command for command in reversed(SHOWN) if command.trains}
+QUICK = [
+    command
+    for command in SHOWN
+    if command is FIRST[command.what] and (not command.trains or command is FIRST_OF_PAGE[command.page])
+    if command.what[0] not in LONG
+]
 RUNNABLE = soaked(QUICK, [command for command in SHOWN if command not in QUICK])
 
 Ended = Callable[[Command], "subprocess.CompletedProcess[str]"]

@@ -73,6 +73,7 @@ def test_the_best_layouts_are_tried(shells: Shells) -> None:
     assert tried["measured"] > 0 < tried["predicted"]
 
 
+@soak_only
 def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
     shells.environ[MARK] = mark = shells.folder.name
     words = ("advise", "--probe", probe_in(shells.folder), "--sync", "--within", "1s", "--try", "1")

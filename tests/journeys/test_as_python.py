@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 from job_runner import PROGRAMS, JobRunner
+from seeds import SOAK
 from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
-OPTIONS = ("-O", "-W", "error::ResourceWarning", "-Xmine=1")
+# With -O Python compiles torch anew where nothing is kept.
+OPTIONS = ("-O" if SOAK else "-s", "-W", "error::ResourceWarning", "-Xmine=1")
 # What the user has in the working folder is not for topotrain's own processes.
 SHADOWS = ("queue.py", "secrets.py", "socket.py", "torch.py", "inspect.py")
 

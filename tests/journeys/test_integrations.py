@@ -15,7 +15,8 @@ import torch
 from job_runner import Ended, JobRunner
 from library_forkserver import OFFLINE
 from safetensors.torch import load_file
-from soak_cases import soaked
+from seeds import SOAK
+from soak_cases import soak_only, soaked
 
 from topotrain.launch.agent import forkserver
 
@@ -63,7 +64,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory, loaded_at: str) -> dict[str,
     folder = tmp_path_factory.mktemp("plain")
     with closing(forkserver.ForkserverClient(loaded_at)) as client:
         found = {}
-        for name, library in {**LIBRARIES, "in parts": IN_PARTS, "phases": PHASES}.items():
+        for name, library in {**LIBRARIES, "phases": PHASES, **({"in parts": IN_PARTS} if SOAK else {})}.items():
             run_ordinary(client, folder, name, library)
             found[name] = library.result(folder)
         found["facts"] = facts_in(folder, 1)[0]
@@ -137,6 +138,7 @@ def only_the_main_worker_speaks(ended: Ended) -> bool:
     return any(word in ended.out for word in words) and not any(word in log.read_text() for word in words)
 
 
+@soak_only
 def test_what_accelerate_prepares_may_come_in_several_calls(
     runner: JobRunner, plain: dict[str, dict[str, torch.Tensor]]
 ) -> None:

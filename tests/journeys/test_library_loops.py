@@ -116,7 +116,8 @@ def test_a_loop_over_range_goes_on_with_the_same_bits(library_runner: JobRunner)
     assert found == expected
 
 
-@pytest.mark.parametrize("library", libraries("accelerate"))
+@soak_only
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_sigterm_leaves_a_snapshot_from_which_the_same_bits_come(library_runner: JobRunner, library: str) -> None:
     plain, expected = run(library_runner, SYNC, "undisturbed", library, "net")
     out = library_runner.folder / "out.json"

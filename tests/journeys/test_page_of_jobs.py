@@ -132,6 +132,7 @@ def _least_seconds_until_a_death_is_seen(job: WatchedJob, browser: Browser, work
     return min(seen)
 
 
+@soak_only
 def test_two_jobs_of_a_folder_that_have_ended_are_shown_and_compared(runner: JobRunner, browser: Browser) -> None:
     for name, cluster in (("one", SANDBLASTER), ("two", DOWNPOUR)):
         runner.run(cluster, "steady.py", "--epochs", "1", name=name)

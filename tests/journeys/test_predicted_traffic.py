@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from job_runner import SANDBLASTER, Ended, JobRunner
 from made_probe import made_probe
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
@@ -99,6 +99,7 @@ def bytes_out(ended: Ended) -> int:
     return sum(process["bytes_out"] for process in ended.report["processes"])
 
 
+@soak_only
 def test_a_job_trains_with_fewer_bytes(runner: JobRunner) -> None:
     cluster = f"{SANDBLASTER} transport: kTcp"
     short = runner.run(cluster, "small.py", name="short", options=("--set", "cluster.compression=kInt8"))

@@ -93,10 +93,10 @@ def test_a_script_of_which_only_one_copy_runs(shells: Shells, served_at: str) ->
     ("before", "step", "words"),
     soaked(
         [
-            ("sys.exit(0)", "pass", "ended without calling topotrain.prepare"),
             ("tt.epochs = lambda count: range(1)", "optimizer.step(); break", "made 1 step"),
         ],
         [
+            ("sys.exit(0)", "pass", "ended without calling topotrain.prepare"),
             ("sys.exit(3)", "pass", "exit code 3"),
             ("tt.epochs = lambda count: range(1)", "pass", "made no step with the optimizer"),
             ("raise ValueError('no data')", "pass", "ValueError: no data (line 12)"),
