@@ -13,7 +13,7 @@ from free_ports import free_port, free_ports
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 
@@ -94,7 +94,7 @@ def commands(page: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("page", "port", "backwards"),
-    [("pserver.md", 7164, True), ("clusterspec.md", 2222, False), ("data-parallel.md", 0, True)],
+    soaked([("pserver.md", 7164, True)], [("clusterspec.md", 2222, False), ("data-parallel.md", 0, True)]),
 )
 def test_the_page_s_commands_train(shells: Shells, page: str, port: int, backwards: bool) -> None:
     ports = free_ports(4)
@@ -113,6 +113,7 @@ def test_the_page_s_commands_train(shells: Shells, page: str, port: int, backwar
 # --- endings -----------------------------------------------------------------------------------------------------
 
 
+@soak_only  # in one process: launch/by_hand/test_manual_workers.py
 def test_a_trainer_that_is_stopped_ends_the_job(shells: Shells) -> None:
     port = free_port()
     flags = f"num_of_gradient_servers=2;port={port}"
@@ -150,6 +151,15 @@ def test_a_pserver_that_ends_takes_the_trainers_along(
 
 
 def test_servers_beside_workers_live_and_end_with_them(shells: Shells) -> None:
+    addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    pair = [program(shells, "--beside", addresses, "--number", n, "--workspace", "w") for n in ("1", "0")]
+    ended(pair, [0, 0])
+    assert (shells.folder / "w" / "final.safetensors").exists()
+    assert nobody_is_left(pair)
+
+
+@soak_only  # of a shard: test_shards.py
+def test_a_worker_that_is_killed_takes_the_server_beside_it_along(shells: Shells) -> None:
     addresses = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     begun = shells.folder / "begun"
     pair = [

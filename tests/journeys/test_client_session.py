@@ -10,6 +10,7 @@ from free_ports import free_ports
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
 from shells import PATIENCE_S, ROOT, Shell, Shells, ended
+from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -76,6 +77,7 @@ def test_a_task_that_dies_ends_the_session_of_its_client(shells: Shells) -> None
     ended([shells.python(PROGRAM, "client", f"tcp://{workers[1]}", "yes.safetensors")], [0])
 
 
+@soak_only  # tasks and clients: above
 def test_the_page_s_commands_train(shells: Shells) -> None:
     page = (ROOT / "docs" / "session.md").read_text(encoding="utf-8")
     commands = [words.split() for words in re.findall(r"^shell \d\$ python (.+)$", page, re.MULTILINE)]

@@ -117,7 +117,7 @@ def needed(name: str) -> None:
         pytest.skip("no mpirun (Debian: openmpi-bin)")
 
 
-@pytest.mark.parametrize("name", soaked(["srun", "mpirun"], ["submitit", "torchrun"]))
+@pytest.mark.parametrize("name", soaked(["srun", "mpirun", "submitit"], ["torchrun"]))
 def test_a_synchronous_job_ends_with_the_bits_of_run(
     name: str, jobs: LaunchedJobs, expected: dict[str, torch.Tensor]
 ) -> None:
@@ -153,7 +153,9 @@ def test_a_script_that_fails(name: str, cluster: str, options: tuple[str, ...], 
 def test_torchrun_starts_every_process_again(jobs: LaunchedJobs) -> None:
     """The program fails in its first life; in the second nothing of the first must be in the way."""
     lived = jobs.folder / "lived"
-    done = jobs.launch("torchrun", THREE, "second_life.py", str(lived), options=("--pass=--max-restarts=1",))
+    done = jobs.launch(
+        "torchrun", "nworkers_per_group: 2", "second_life.py", str(lived), options=("--pass=--max-restarts=1",)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert lived.exists()
     assert "the first life ends" in done.stderr
@@ -186,7 +188,8 @@ REQUEUED = {
 }
 
 
-@pytest.mark.parametrize("name", soaked(["submitit"], ["slurm"]))
+@soak_only  # in one process, without Slurm: launch/launchers/test_submission.py
+@pytest.mark.parametrize("name", REQUEUED)
 def test_a_job_that_nears_its_time_limit_is_queued_again_and_goes_on(name: str, jobs: LaunchedJobs) -> None:
     needed(name)
     limit, near = REQUEUED[name]

@@ -85,6 +85,7 @@ def test_leaders_are_lost_and_frozen_and_the_bits_are_those_of_a_calm_job(runner
     assert {incident["action"] for incident in job.report["incidents"]} == {"the whole job starts again"}
 
 
+@soak_only  # in one process: launch/multinode/test_control_connection.py
 def test_unit_0_does_not_come_back(units: Units, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOPOTRAIN_MEETING_S", "4")
     job = units.paced(SANDBLASTER, 40, hosts=3, store="file")
@@ -199,6 +200,7 @@ def test_workers_leave_and_join_over_the_loss_of_a_leader(units: Units) -> None:
     job.check_ledger(8)
 
 
+@soak_only  # of one death: test_units.py; the decisions: launch/recovery/policy.txt
 def test_leaders_and_units_with_copies_of_servers_are_lost(units: Units) -> None:
     job = units.paced(PAIRS + " replicas: 2", 8, hosts=3, store="file", extra="restarts: 9")
     job.begin()

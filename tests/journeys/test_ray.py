@@ -93,6 +93,7 @@ def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Sandbox) -> 
     assert left(cluster) == ""
 
 
+@soak_only  # in one process: launch/launchers/test_submission.py
 def test_more_units_than_nodes_are_refused_at_once(cluster: Sandbox) -> None:
     command = words(cluster, "nworker_groups: 4 nserver_groups: 4", "small.py")
     command.remove("--pass=room=30")

@@ -1,4 +1,4 @@
-"""`tt.data_parallel` by hand: shards meet over a directory and a real Redis server, and one of them is killed."""
+"""`tt.data_parallel` by hand: shards meet over a directory, in the soak over Redis, too, and one of them is killed."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import pytest
 import torch
 from job_runner import PROGRAMS, JobRunner
 from redis_server import MISSING, PASSWORD, redis_server
+from seeds import SOAK
 from shells import Shells, ended
 
 pytestmark = pytest.mark.journey
@@ -20,8 +21,8 @@ LAYOUT = "nworkers_per_group: 2 nservers_per_group: 2"
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[int]:
-    """The port of a server of its own; 0 where there is none."""
-    if MISSING or find_spec("redis") is None:
+    """The port of a server of its own; 0 where there is none, and in `make test`: compat/caffe2/test_parallelize.py."""
+    if not SOAK or MISSING or find_spec("redis") is None:
         yield 0
         return
     (tmp_path / "redis").mkdir()

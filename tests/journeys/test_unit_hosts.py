@@ -16,6 +16,7 @@ from job_runner import PROGRAMS, JobRunner
 from process_pool import client
 from safetensors.torch import load_file
 from shells import alive
+from soak_cases import soak_only
 from unit_hosts import TOKEN, UNIT, HostNetwork, Job, Unit, Units
 
 pytestmark = pytest.mark.journey
@@ -36,6 +37,7 @@ with open(sys.argv[1], "wb") as file:
 """
 
 
+@soak_only  # on two hosts: below
 def test_units_give_the_bits_of_topotrain_run_and_slices_follow_their_link(runner: JobRunner, units: Units) -> None:
     """All units use the size of slices on which they have agreed."""
     cluster = f"{SANDBLASTER} transport: kTcp"
@@ -88,7 +90,12 @@ def test_two_hosts_all_reduce_over_tls(runner: JobRunner, units: Units, network:
         sniffer.kill()
         with sniffer:
             pass
-    job.check_bits(runner.run(cluster, "small.py", name="alone").final)
+    alone = runner.run(cluster, "small.py", name="alone")
+    job.check_bits(alone.final)
+    report = job.report
+    assert report["layout"]["link_mbit"] > 0
+    assert (report["metrics"], report["samples"]) == (alone.report["metrics"], alone.report["samples"])
+    assert {process["unit"] for process in report["processes"]} == {0, 1}
     assert outside(job) == {f"tls://{address}" for address in network.addresses}
     assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
     bytes_heard = heard.read_bytes()
@@ -115,6 +122,7 @@ def test_two_hosts_all_reduce_with_gloo(runner: JobRunner, units: Units, network
     assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
 
 
+@soak_only  # on one host: test_by_hand.py
 def test_entry_points_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
     """A pserver and a trainer, a ps and a worker, each on another host than the one that it talks to."""
     far = network.addresses

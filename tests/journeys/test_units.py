@@ -73,6 +73,7 @@ def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner, units: Units) 
     assert job.report["samples"] == 120 * 3 and job.report["incidents"] == []
 
 
+@soak_only  # units that are asked to end: launch/multinode/test_node.py; `resume`: test_resume.py
 def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(units: Units) -> None:
     job = units.paced(f"nworkers_per_group: 2 {APART}", 3, hosts=3)
     job.begin()

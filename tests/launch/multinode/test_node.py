@@ -17,7 +17,7 @@ import pytest
 import unit_hosts
 from folder_wipe import block, wipe
 from free_ports import free_port
-from soak_cases import soaked
+from soak_cases import soak_only, soaked
 
 from tests.support.launch_targets import parts, small_job, wait_for
 from tests.support.lost_write import lose_one
@@ -621,6 +621,7 @@ def test_snapshots_without_a_shared_workspace_are_no_surprise_at_a_restart(units
     assert sum(told in text for text in noticed[1]) == 1
 
 
+@soak_only  # in one process: test_the_first_end_counts
 @pytest.mark.journey
 def test_the_first_cause_is_that_of_all(units):
     args = parts(worker_0_0="stay", worker_0_1="program", worker_0_2="lost_peer", server_0_0="stay")
@@ -695,6 +696,7 @@ def test_the_unit_that_leads_hears_what_the_processes_of_others_use_and_a_signal
     assert {each.told["text"] for each in job} == {f"ended by SIGINT to unit 0 on {socket.gethostname()}"}
 
 
+@soak_only  # in one unit: launch/test_local.py; a signal to one of several: above
 @pytest.mark.journey
 def test_a_signal_to_one_unit_ends_the_deaf_processes_of_all(units):
     job = [units(rank, DEAF) for rank in range(3)]
@@ -707,14 +709,14 @@ def test_a_signal_to_one_unit_ends_the_deaf_processes_of_all(units):
 
 @pytest.mark.journey
 def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
-    roles = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="stay", server_0_0="saves")
-    job = [units(rank, roles, counts={**THREE, "grace_s": 100.0}) for rank in range(3)]
+    roles = parts(worker_0_0="stay", worker_0_1="stay", server_0_0="saves")
+    job = [units(rank, roles, nprocs=2, counts={**TWO, "grace_s": 100.0}) for rank in range(2)]
     for each in job:
         each.until(Serving, f"worker 0/{each.rank}")
-    job[2].process.send_signal(signal.SIGTERM)
+    job[1].process.send_signal(signal.SIGTERM)
     assert {each.end() for each in job} == {143}
     (text,) = {each.told["text"] for each in job}
-    assert text.startswith(f"ended by SIGTERM to unit 2 on {socket.gethostname()}; snapshot 3 has step 70")
+    assert text.startswith(f"ended by SIGTERM to unit 1 on {socket.gethostname()}; snapshot 3 has step 70")
 
 
 @pytest.mark.journey
@@ -738,6 +740,7 @@ def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch, surviv
     assert [each.told["text"] for each in job[1:]] == [named] * 2
 
 
+@soak_only  # in one process: test_a_rank_and_a_name_are_given_once, test_jobs_stop_ends_it
 @pytest.mark.journey
 def test_a_second_job_of_the_same_name_is_refused_and_jobs_stop_from_outside(units, tmp_path):
     job = pair(units)
@@ -759,11 +762,12 @@ def test_a_second_job_of_the_same_name_is_refused_and_jobs_stop_from_outside(uni
 def test_a_job_that_does_not_fit_is_refused_by_all(units):
     # The store is that of unit 0, which refuses the job before the others have come.
     url = f"tcp://127.0.0.1:{free_port()}/?job=play"
-    job = [units(rank, counts={"nworkers_per_group": 4}, url=url) for rank in range(3)]
-    assert [each.end() for each in job] == [2, 2, 2]
-    assert any("--nprocs = 3: must be 4, the number of units of this job" in each.err for each in job)
+    job = [units(rank, nprocs=2, counts=THREE, url=url) for rank in range(2)]
+    assert [each.end() for each in job] == [2, 2]
+    assert any("--nprocs = 2: must be 3, the number of units of this job" in each.err for each in job)
 
 
+@soak_only  # a job that all refuse: above
 @pytest.mark.journey
 def test_a_script_that_is_not_on_this_host(units, tmp_path):
     (tmp_path / "play.py").unlink()
