@@ -5,6 +5,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch; child processes inherit it
 
 import json
+import signal
 import sys
 import tempfile
 import threading
@@ -109,6 +110,16 @@ def nothing_prepared() -> Iterator[None]:
     yield
     if (context := sys.modules.get("topotrain.training.context")) is not None:
         context.forget()
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """A script that ends with an error ignores SIGTERM from then on: its process ends. A test's process goes on."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        if handler is not None and signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)

@@ -97,8 +97,8 @@ def refused(found: Replayed) -> str:
 
 def test_one_recording_is_replayed_stopped_compared_and_refused(runner: JobRunner) -> None:
     """The order decides: another job of the same program ends elsewhere, and is recorded as another one."""
-    final, file = record(runner, PAIRS, "--slow", "1")
-    other, second = record(runner, PAIRS, "--slow", "0", name="other")
+    final, file = record(runner, DOWNPOUR, "--slow", "1")
+    other, second = record(runner, DOWNPOUR, "--slow", "0", name="other")
     assert not same_bits(final, other)
 
     # Two replays to one version have the same values, and the last version has the final ones.
