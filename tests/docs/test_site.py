@@ -22,7 +22,7 @@ BUILT = ROOT / "build" / "site"
 
 def _is_built() -> bool:
     """Whether the site is there, and is not older than a page."""
-    index = BUILT / "index.html"
+    index = BUILT / "searchindex.js"  # each build writes it
     return index.exists() and index.stat().st_mtime > max(page.stat().st_mtime for page in ROOT.glob("docs/*.md"))
 
 
