@@ -72,7 +72,7 @@ class RehearsedServer(SimServer):
 
 
 class Rehearsal(SimCluster):
-    """The rehearsal of one job, whose workers and servers `rehearsable.check` accepts.
+    """The rehearsal of one job that `rehearsable.check` accepts.
 
     traced: the spans of the second measured step are kept.
     """

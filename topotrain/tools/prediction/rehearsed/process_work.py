@@ -42,7 +42,7 @@ class SerialWork:
 
 
 class ProcessWork(Waiter):
-    """One endpoint's work: the messages that it handles, and of a worker the script, whose waits these are.
+    """One endpoint's work: the messages that it handles, and of a worker the script with its waits.
 
     A message takes the time of its receipt, then it is handled. Messages that are sent then leave when the
     work before them is done.

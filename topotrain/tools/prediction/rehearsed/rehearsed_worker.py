@@ -36,7 +36,7 @@ class StepRecord:
     ended: float  # when its values were there
     exchanged: bool  # the worker pushed in this step
     staleness: tuple[int, ...]
-    late: bool  # the group has made the step without this worker, whose batch is given again
+    late: bool  # the group has made the step without this worker; its batch is given again
 
 
 class RehearsedModel(nn.Module):
