@@ -4,8 +4,11 @@ import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import pytest
 
 _NOWHERE = "02:00:00:00:00:99"  # the address of no adapter: what is sent there, nobody takes
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -74,3 +77,16 @@ class VirtualNetwork:
         for number in range(2):
             self.unblock(number)
             self.set_link(number, "up")
+
+
+@contextmanager
+def created_network(tag: str) -> Iterator[VirtualNetwork]:
+    """Yield a network, or skip the test where namespaces cannot be made."""
+    network = VirtualNetwork(tag)
+    try:
+        network.create()
+    except (OSError, subprocess.CalledProcessError) as error:
+        network.remove()
+        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
+    yield network
+    network.remove()

@@ -3,7 +3,6 @@
 import os
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 from contextlib import closing, contextmanager, suppress
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
 from seeds import examples
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
-from two_hosts import VirtualNetwork
+from two_hosts import created_network
 
 from topotrain.comm import router
 from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
@@ -455,14 +454,8 @@ def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
 
 @pytest.fixture
 def network():
-    laid = VirtualNetwork("tls")
-    try:
-        laid.create()
-    except (OSError, subprocess.CalledProcessError) as error:
-        laid.remove()
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
-    yield laid
-    laid.remove()
+    with created_network("tls") as created:
+        yield created
 
 
 def test_two_machines_talk_and_neither_takes_plain_messages(network):

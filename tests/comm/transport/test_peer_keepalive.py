@@ -1,7 +1,6 @@
 """Who is out of reach: the rule, and real connections over a network that is cut."""
 
 import ctypes
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from transport_pairs import SERVER, WAIT, WORKER, Recorder, identity
-from two_hosts import VirtualNetwork
+from two_hosts import VirtualNetwork, created_network
 
 from topotrain.comm.transport.peer_keepalive import KernelSignals, SilenceTimer
 from topotrain.comm.transport.tcp import TcpTransport
@@ -65,14 +64,8 @@ def test_whoever_was_stopped_gives_the_others_time():
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[VirtualNetwork]:
-    laid = VirtualNetwork("lease")
-    try:
-        laid.create()
-    except (OSError, subprocess.CalledProcessError) as error:
-        laid.remove()
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
-    yield laid
-    laid.remove()
+    with created_network("lease") as created:
+        yield created
 
 
 @dataclass
