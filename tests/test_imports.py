@@ -86,7 +86,7 @@ LIBRARIES = {
     "pytorch_lightning": ("compat/integrations/lightning.py",),
     "lightning_utilities": ("compat/integrations/lightning.py",),
     "ray": ("launch/launchers/ray.py",),
-    "prometheus_client": ("tools/exporters/prometheus_metrics.py",),
+    "prometheus_client": ("tools/exporters/metrics.py",),
     "tensorboard": ("tools/exporters/curve_files.py",),
 }
 # optional extras: imported inside the function that needs them

@@ -20,9 +20,9 @@ import topotrain as tt
 from tests.support.recorded_jobs import recorder_of
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.core.events import Event, Notice, Output, Resized, Resources, ServerLoad
-from topotrain.tools.exporters import curve_export, curve_files
+from topotrain.tools.exporters import curve_files, job_exports
 from topotrain.tools.exporters.job_exports import JobExports
-from topotrain.tools.exporters.tracker import TrackerExport, load
+from topotrain.tools.exporters.tracker import load
 from topotrain.tools.recording import history_series
 
 CALLS: list[tuple[Any, ...]] = []
@@ -42,10 +42,11 @@ class Remembers(tt.Tracker):
         CALLS.append(("end", code))
 
 
-class Fails(Remembers):
-    """A tracker whose service is gone."""
+class Fails(tt.Tracker):
+    """A tracker whose service is gone. What it does not have is the base class's."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        CALLS.append(("log", step, dict(values)))
         raise ConnectionError("the service is gone\nmore\x1b[31m" + "x" * 1000)
 
 
@@ -53,12 +54,7 @@ class Stands(Remembers):
     """A tracker that waits until it is let go."""
 
     def start(self, job: Mapping[str, Any]) -> None:
-        super().start(job)
         GO.wait(60)
-
-
-class Other:
-    """No tracker."""
 
 
 @pytest.fixture(autouse=True)
@@ -104,39 +100,34 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_json_lines_are_flat_values_in_the_order_of_time(tmp_path: Path) -> None:
     folder, began = tmp_path / "job", time.time() - 0.001
     assert run(Exported(folder, "jsonl"), [*events(), step("worker 0/0", 13, math.nan)]) == []
-    path = folder / "curves.jsonl"
-    found = lines(path)
+    found = lines(folder / "curves.jsonl")
     assert all(list(line) == ["time", "step", "process", "name", "value"] for line in found)
     assert [line["time"] for line in found] == sorted(line["time"] for line in found)
     assert began <= found[0]["time"] <= time.time()
-    losses = [
-        (line["step"], line["value"]) for line in found if (line["process"], line["name"]) == ("worker 0/0", "loss")
-    ]
-    assert losses == [*((number, 0.75) for number in range(1, 13)), (13, None)]
+    of = {
+        key: [(line["step"], line["value"]) for line in found if (line["process"], line["name"]) == key]
+        for key in ((line["process"], line["name"]) for line in found)
+    }
+    assert of["worker 0/0", "loss"] == [*((number, 0.75) for number in range(1, 13)), (13, None)]
     # Points of a group's loss are half a second apart, and the last one is there.
-    assert [line["step"] for line in found if line["process"] == "group 0"][-1] == 13
-    logged = [line for line in found if line["name"].startswith("log:")]
-    assert [(line["step"], line["process"], line["value"]) for line in logged] == [(12, "worker 0/0", 0.5)]
-    assert path.stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+    assert of["group 0", "loss"][-1][0] == 13
+    assert {key: points for key, points in of.items() if key[1].startswith("log:")} == {
+        ("worker 0/0", 'log:accuracy "of" all'): [(12, 0.5)]
+    }
+    modes = [path.stat().st_mode & 0o777 for path in (folder / "curves.jsonl", folder)]
+    assert modes == [0o600, 0o700]
 
 
-def test_the_lines_of_a_job_that_goes_on_follow_the_earlier_ones(tmp_path: Path) -> None:
+def test_lines_follow_those_of_an_earlier_start_and_have_workers_that_join(tmp_path: Path) -> None:
     for resumed in (False, False, True):
         began = time.time() - 0.001
-        run(Exported(tmp_path, "jsonl", resumed=resumed), events(2))
-    found = [line for line in lines(tmp_path / "curves.jsonl") if line["process"].startswith("worker")]
-    losses = [(line["step"], line["time"] >= began) for line in found if line["name"] == "loss"]
+        made = Exported(tmp_path, "jsonl", resumed=resumed, nworkers_per_group=2)
+        run(made, [*events(2), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
+    losses = [line for line in lines(tmp_path / "curves.jsonl") if line["name"] == "loss"]
+    found = [(line["process"], line["step"], line["time"] >= began) for line in losses if line["process"] != "group 0"]
     # The recorder has the earlier start in its history, whose curves are written already.
-    assert sorted(losses) == sorted([(number, later) for number in (1, 2) for later in (False, True)] * 2)
-
-
-def test_workers_that_join_have_curves(tmp_path: Path) -> None:
-    made = Exported(tmp_path, "jsonl", nworkers_per_group=2)
-    run(made, [step("worker 0/1", 1), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
-    assert {line["process"] for line in lines(tmp_path / "curves.jsonl") if line["name"] == "staleness_max"} == {
-        "worker 0/1",
-        "worker 0/2",
-    }
+    own = (("worker 0/0", 1), ("worker 0/0", 2), ("worker 0/2", 2))
+    assert sorted(found) == [(*point, later) for point in own for later in (False, True)]
 
 
 def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
@@ -162,32 +153,25 @@ def test_tensorboard_reads_the_curves(tmp_path: Path) -> None:
     assert began <= loss[0].wall_time <= loss[-1].wall_time <= time.time()
 
 
-def test_a_tracker_gets_the_job_its_values_and_its_end(tmp_path: Path) -> None:
-    assert run(Exported(tmp_path, "python:remembering:Remembers"), events(), 1) == []
-    assert (CALLS[0][0], CALLS[0][1]["name"], CALLS[0][1]["framework"]) == (
-        "start",
-        "digits",
-        "Downpour (asynchronous)",
-    )
-    assert CALLS[0][1]["workspace"] == str(tmp_path) and "nworker_groups: 2" in CALLS[0][1]["block"]
-    assert CALLS[-1] == ("end", 1)
-    steps = [call[1] for call in CALLS if call[0] == "log"]
-    assert steps == sorted(steps) and steps[-1] == 12
-    whole = {name: value for call in CALLS if call[0] == "log" for name, value in call[2].items()}
-    assert whole["loss/group 1"] == 0.75 and whole["staleness_p95/worker 0/0"] == 3.0
-
-
-def test_the_steps_of_a_tracker_are_those_of_workers_and_not_the_versions_of_servers(tmp_path: Path) -> None:
+def test_a_tracker_gets_the_job_its_end_and_values_by_the_steps_of_workers(tmp_path: Path) -> None:
     given: list[Event] = []
     for number in range(1, 6):
         given += [step(f"worker {group}/0", number) for group in range(2)]
+        # The versions of servers are no steps.
         given += [ServerLoad("server 0/0", 10 * number, 10 * number, 0.1), Resources("server 0/0", 9, 1, 0.5)]
     # A step that is behind counts as the last one.
-    run(Exported(tmp_path, "python:remembering:Remembers"), [*given, step("worker 0/0", 9), step("worker 1/0", 6)])
-    logged = [call for call in CALLS if call[0] == "log"]
-    assert {1, 5} <= {call[1] for call in logged} and [call[1] for call in logged] == sorted(call[1] for call in logged)
-    assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5, 9] and logged[-1][1] == 9
-    assert any("updates_per_s/server 0/0" in call[2] for call in logged)
+    given += [step("worker 0/0", 9), step("worker 1/0", 6)]
+    assert run(Exported(tmp_path, "python:remembering:Remembers"), given, 1) == []
+    (begins, job), *logged, ended = CALLS
+    assert (begins, job["name"], job["framework"]) == ("start", "digits", "Downpour (asynchronous)")
+    assert job["workspace"] == str(tmp_path) and "nworker_groups: 2" in job["block"]
+    assert ended == ("end", 1) and {call[0] for call in logged} == {"log"}
+    steps = [call[1] for call in logged]
+    assert {1, 5} <= set(steps) and steps == sorted(steps) and steps[-1] == 9
+    assert [call[1] for call in logged if "loss/worker 0/0" in call[2]] == [1, 2, 3, 4, 5, 9]
+    whole = {name: value for call in logged for name, value in call[2].items()}
+    assert whole["loss/group 1"] == 0.75 and whole["staleness_p95/worker 0/0"] == 3.0
+    assert "updates_per_s/server 0/0" in whole
 
 
 def test_exports_that_fail_are_said_once_and_the_job_goes_on(tmp_path: Path) -> None:
@@ -200,7 +184,7 @@ def test_exports_that_fail_are_said_once_and_the_job_goes_on(tmp_path: Path) -> 
     )
     assert "--log jsonl:" in of_file.text and "File exists" in of_file.text
     assert made.exports.notices() == []
-    assert [call[0] for call in CALLS] == ["start"]
+    assert [call[0] for call in CALLS] == ["log"]
     assert len(lines(tmp_path / "curves.jsonl")) > 12
 
 
@@ -226,7 +210,7 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
 
 
 def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_export, "END_S", 0.1)
+    monkeypatch.setattr(job_exports, "END_S", 0.1)
     (notice,) = run(Exported(tmp_path, "python:remembering:Stands"), events())
     assert notice.text.endswith("is left behind")
 
@@ -246,8 +230,13 @@ def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
         urllib.request.urlopen(made.exports.url, timeout=10)
 
 
-def test_a_wrong_value_is_refused(tmp_path: Path) -> None:
+def test_a_wrong_value_and_a_missing_library_are_refused_and_nothing_is_written_before_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(Exported(tmp_path / "job", "jsonl", "tensorboard"), [], 1)
+    monkeypatch.setattr(curve_files, "find_spec", lambda name: None)
     for value, accepted in (
+        ("tensorboard", r"pip install 'topotrain\[tensorboard\]'"),
         ("wandb", r"must be tensorboard\[:DIR\], jsonl\[:FILE\] or python:MODULE:CLASS"),
         ("", "must be tensorboard"),
         ("python", "must be python:MODULE:CLASS"),
@@ -255,26 +244,12 @@ def test_a_wrong_value_is_refused(tmp_path: Path) -> None:
         ("python:../x:Y", "must be python:MODULE:CLASS"),
         ("python:remembering:Missing", "cannot be made: AttributeError"),
         ("python:no_such_module:Y", "cannot be made: ModuleNotFoundError: No module named 'no_such_module'"),
-        ("python:remembering:Other", "must name a subclass of tt.Tracker"),
+        ("python:pathlib:Path", "must name a subclass of tt.Tracker"),
     ):
         with pytest.raises(ConfigError, match=f"--log.*{accepted}"):
-            Exported(tmp_path, value)
-
-
-def test_a_missing_tensorboard_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve_files, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'topotrain\[tensorboard\]'"):
-        Exported(tmp_path, "tensorboard")
-
-
-def test_nothing_is_written_before_the_job_starts(tmp_path: Path) -> None:
-    run(Exported(tmp_path / "job", "jsonl", "tensorboard"), [], 1)
+            Exported(tmp_path / "job", value)
     assert not (tmp_path / "job").exists()
-
-
-def test_the_base_class_alone_is_a_tracker(tmp_path: Path) -> None:
-    export = TrackerExport(load("--log", "x", "topotrain:Tracker"))
-    export.tracker.log(1, {"loss": 1.0})
+    assert isinstance(load("--log", "x", "topotrain:Tracker"), tt.Tracker)
 
 
 def test_the_example_for_sqlite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

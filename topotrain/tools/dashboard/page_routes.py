@@ -27,7 +27,7 @@ from topotrain.tools.dashboard.page_files import LIBRARY, LIVE, LONE, SCRIPT, ST
 from topotrain.tools.dashboard.process_logs import tail_of
 from topotrain.tools.dashboard.run_comparison import RunFigures, compared, run_figures
 from topotrain.tools.dashboard.run_folders import named_runs
-from topotrain.tools.exporters.prometheus_metrics import MISSING, available, metrics_answer
+from topotrain.tools.exporters.metrics import MISSING, available, metrics_answer
 from topotrain.tools.http_server import HttpAnswer, HttpError, HttpRequest, plain_text
 from topotrain.tools.recording.job_history import HistorySource, JobHistory
 

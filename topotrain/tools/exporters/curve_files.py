@@ -1,4 +1,4 @@
-"""Curves of a job in files: `--log jsonl` and `--log tensorboard`.
+"""The points of a job's curves, and files of them: `--log jsonl` and `--log tensorboard`.
 
 A line of JSON is one value: {"time": 1765000000.5, "step": 12, "process": "group 0", "name": "loss", "value": 0.25}.
 A value that is not finite is null.
@@ -8,11 +8,12 @@ import json
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from topotrain.config.private_files import FILE_MODE, make_folder, open_file
-from topotrain.tools.exporters.curve_export import CurvePoint
 from topotrain.tools.recording.job_history import JobHistory
 
 JSONL, TENSORBOARD = "curves.jsonl", "tensorboard"
@@ -22,6 +23,48 @@ MISSING = "needs tensorboard: pip install 'topotrain[tensorboard]'"
 
 def has_tensorboard() -> bool:
     return find_spec("tensorboard") is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """A value of a curve.
+
+    time: seconds since 1970. step: of a worker; for a server, the version of its values. process: a worker, a server
+    or a group, or "job". name: such as "loss" or "log:accuracy". value: NaN for any number that is not finite.
+    """
+
+    time: float
+    step: int
+    process: str
+    name: str
+    value: float
+
+    @property
+    def has_worker_step(self) -> bool:
+        """Whether `step` counts steps of workers, and not versions of a server."""
+        return not self.process.startswith("server ")
+
+    @property
+    def tag(self) -> str:
+        """The name of the curve, such as "loss/group 0"."""
+        # Tools show names with equal beginnings together.
+        return f"{self.name.replace(':', '/')}/{self.process}"
+
+
+class CurveExport(Protocol):
+    """Writes the curves of a job for another tool, on a thread of its own."""
+
+    def start(self, history: JobHistory) -> None:
+        """Begin; the history has the job already."""
+        ...
+
+    def write(self, points: Sequence[CurvePoint]) -> None:
+        """Write what is new, in the order of time."""
+        ...
+
+    def end(self, code: int) -> None:
+        """End; the job has this exit code."""
+        ...
 
 
 class JsonLinesExport:

@@ -1,18 +1,28 @@
 """The exports of a job that the options `--log` and `--metrics` ask for."""
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import Event as Flag
+from threading import Thread
 from time import monotonic
+from typing import Any
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice
-from topotrain.tools.exporters import curve_export, curve_files, metrics_server
-from topotrain.tools.exporters.curve_export import CurveExport, ExportThread
+from topotrain.tools.exporters import curve_files
+from topotrain.tools.exporters.curve_files import CurveExport, CurvePoint
+from topotrain.tools.exporters.metrics import MetricsServer, split_address
 from topotrain.tools.exporters.tracker import TrackerExport, load
-from topotrain.tools.recording.job_history import HistorySource
+from topotrain.tools.recording.job_history import HistorySource, HistoryStart
 
 LOG = "--log"
+EVERY_S = 0.5
+"""Seconds between two looks at the history."""
+END_S = 30.0
+"""Seconds that the end of a job waits for its exports to write what is left."""
+_LONGEST = 300  # characters of an error
 _KINDS = ("tensorboard", "jsonl", "python")
 _ACCEPTED = "must be tensorboard[:DIR], jsonl[:FILE] or python:MODULE:CLASS"
 
@@ -28,13 +38,14 @@ def check_values(logs: Sequence[str], metrics: str) -> None:
         if list(logs).count(value) > 1:
             raise ConfigError(LOG, value, "is given twice")
     if metrics:
-        metrics_server.split_address(metrics)
+        split_address(metrics)
 
 
 class JobExports:
-    """All exports of a job.
+    """All exports of a job, each with a thread of its own.
 
     Neither the job nor another export waits for one that is slow: it finds fewer points of the older parts of curves.
+    An exception of an export ends that export, and not the job.
 
     Args:
         job: the job.
@@ -47,15 +58,12 @@ class JobExports:
     """
 
     def __init__(self, job: Job, logs: Sequence[str], metrics: str, environ: Mapping[str, str]) -> None:
-        self._exports: dict[str, CurveExport] = {}
-        self._threads: list[ExportThread] = []
-        self._notices = deque[Notice]()
-        self._metrics: metrics_server.MetricsServer | None = None
         check_values(logs, metrics)
-        for value in logs:
-            self._exports[f"{LOG} {value}"] = _export(value, Path(job.workspace))
-        if metrics:
-            self._metrics = metrics_server.MetricsServer(metrics, environ)
+        self._exports = {f"{LOG} {value}": _export(value, Path(job.workspace)) for value in logs}
+        self._threads: dict[str, Thread] = {}
+        self._notices = deque[Notice]()
+        self._ended, self._code = Flag(), 0
+        self._metrics = MetricsServer(metrics, environ) if metrics else None
 
     @property
     def url(self) -> str:
@@ -67,7 +75,10 @@ class JobExports:
 
         Until then the workspace may be that of another job.
         """
-        self._threads = [ExportThread(name, each, source, self._notices) for name, each in self._exports.items()]
+        for name, export in self._exports.items():
+            thread = Thread(target=self._run, args=(name, export, source), name=f"export {name}", daemon=True)
+            self._threads[name] = thread
+            thread.start()
         if self._metrics is not None:
             self._metrics.follow(source)
 
@@ -77,15 +88,51 @@ class JobExports:
 
     def end(self, code: int) -> None:
         """Let all exports write what is left of a complete history; code: of the job."""
-        until = monotonic() + curve_export.END_S
-        for thread in self._threads:
-            thread.end(code)
-        for thread in self._threads:
-            thread.join(until)
+        until, self._code = monotonic() + END_S, code
+        self._ended.set()
+        for name, thread in self._threads.items():
+            thread.join(max(0.0, until - monotonic()))
+            if thread.is_alive():
+                self._notify(name, f"has not ended {END_S:.0f} s after the job, and is left behind")
 
     def close(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
+
+    def _run(self, name: str, export: CurveExport, source: HistorySource) -> None:
+        try:
+            self._follow(export, source)
+        except Exception as error:
+            # Errors of trackers may be pages long.
+            why = next(iter(str(error).splitlines()), "")[:_LONGEST]
+            self._notify(name, f"has failed: {type(error).__name__}: {why}; the job continues without it")
+
+    def _follow(self, export: CurveExport, source: HistorySource) -> None:
+        ended, cursor = False, None
+        while not ended:
+            ended = self._ended.wait(EVERY_S)
+            history = source.read()
+            if not history.has_job:
+                continue
+            if cursor is None:
+                # The curves of earlier starts are written already.
+                cursor = history.start.cursor
+                export.start(history)
+            delta = history.since(cursor)
+            cursor = delta["cursor"]
+            export.write(sorted(_points(delta, history.start), key=lambda point: point.time))
+        if cursor is not None:
+            export.end(self._code)
+
+    def _notify(self, name: str, text: str) -> None:
+        self._notices.append(Notice("launcher", f"{name} {text}"))
+
+
+def _points(delta: Mapping[str, Any], start: HistoryStart) -> Iterator[CurvePoint]:
+    for series in delta["series"]:
+        for at, step, value in series["points"]:
+            number = math.nan if value is None else float(value)
+            yield CurvePoint(start.time + at - start.at, int(step), series["of"], series["metric"], number)
 
 
 def _export(value: str, workspace: Path) -> CurveExport:

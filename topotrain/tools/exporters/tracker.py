@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from topotrain.config.job import ConfigError
-from topotrain.tools.exporters.curve_export import CurvePoint
+from topotrain.tools.exporters.curve_files import CurvePoint
 from topotrain.tools.recording.job_history import JobHistory
 
 _JOB = ("name", "framework", "workspace", "block")
