@@ -5,20 +5,10 @@ from itertools import product
 
 import pytest
 
-from topotrain.config.job import Cluster, Job, OnFailure, TransportChoice
-from topotrain.config.topology import Address, Role, Topology, layout
+from topotrain.config.job import Cluster, TransportChoice
+from topotrain.config.topology import Topology, layout
 from topotrain.core.events import (
-    Agreed,
-    Covered,
-    Differs,
-    Exited,
     Failed,
-    Finished,
-    Incident,
-    Lost,
-    Recovered,
-    Started,
-    StepDone,
 )
 from topotrain.extensions.replication.replica_placement import (
     ReplicaPlacement,
@@ -27,28 +17,17 @@ from topotrain.extensions.replication.replica_placement import (
     domains,
     parse_placement,
 )
-from topotrain.launch.recovery.attempt_state import RETRY_S, AttemptState
+from topotrain.launch.recovery.attempt_state import AttemptState
 from topotrain.launch.recovery.recovery_actions import (
-    LEAVE,
-    AskServers,
-    EndProcess,
-    FailJob,
-    GroupRequest,
     PlaceReplica,
-    ReportGone,
-    RestartJob,
 )
-from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, RestartTerms
 from topotrain.launch.recovery.restarts import Restarts
 from topotrain.launch.recovery.server_replacement import ServerReplacement
 
 CLUSTER = Cluster(
     nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp, replicas=2
 )
-JOB = Job(cluster=CLUSTER, on_failure=OnFailure.kContinue)
 TOPOLOGY = layout(CLUSTER)
-SEVERAL = layout(replace(CLUSTER, nworker_groups=3, nworkers_per_group=1))
-WORKERS, SERVERS = ("worker 0/0", "worker 0/1"), ("server 0/0", "server 0/1")
 
 
 def whole(placement: ReplicaPlacement) -> ReplicaPlacement:
@@ -147,102 +126,3 @@ def test_in_which_unit_an_empty_seat_is_filled() -> None:
     attempt, replicas = replacement(two)
     attempt.lose_unit(3)
     assert placed(replicas).unit == -1, "no process runs on another host"
-
-
-def machine() -> RecoveryPolicy:
-    made = RecoveryPolicy(TOPOLOGY, RestartTerms(frozenset({0}), limit=3), 100.0, replicated=True)
-    for number, who in enumerate((*WORKERS, *SERVERS)):
-        made.on_event(Started(who, number), 100.0)
-    return made
-
-
-def covered(made: RecoveryPolicy, shadows: int) -> RecoveryPolicy:
-    for server in SERVERS:
-        made.on_event(Covered(server, shadows), 101.0)
-    return made
-
-
-def lost(who: str) -> Lost:
-    return Lost(who, 7, f"{who} was killed", "")
-
-
-def restarts(made: RecoveryPolicy, who: str, at: float) -> bool:
-    """Whether the death of this process is a new start of the job."""
-    return any(isinstance(word, RestartJob) for word in made.on_event(lost(who), at))
-
-
-def test_a_dead_server_is_replaced_again_and_again_and_no_process_starts_again() -> None:
-    made = covered(machine(), 0)
-    incident, reseat = made.on_event(lost("server 0/1"), 105.0)
-    assert isinstance(incident, Incident)
-    assert reseat == PlaceReplica("server 0/1", 1, "server 0/1 was killed", [[0, 1, 0, 1], [0, 1, 1, 1]], 3)
-    step = StepDone("worker 0/0", 1.0, 1, 8, None, 0.0, 0, 0, 0)
-    assert made.on_event(step, 105.5) == [step, Recovered(0, 0.5, 0.0)]
-    made.on_event(Started("server 0/1", 9), 106.0)
-    covered(made, 1)
-    _, reseat = made.on_event(lost("server 0/0"), 107.0)
-    assert reseat == PlaceReplica("server 0/0", 2, "server 0/0 was killed", [[1, 0, 1, 2], [1, 0, 2, 2]], 2)
-
-
-def test_a_second_copy_whose_fork_is_refused_is_tried_again() -> None:
-    made = covered(machine(), 0)
-    made.on_event(lost("server 0/1"), 105.0)
-    made.on_event(Lost("server 0/1", 0, "server 0/1: no fork", ""), 105.1)
-    made.on_event(Exited("server 0/1", 0, 1), 105.1)
-    assert made.due == 105.1 + RETRY_S
-    (reseat,) = [word for word in made.poll(107.0) if isinstance(word, PlaceReplica)]
-    assert (reseat.process, reseat.number, reseat.why, reseat.unit) == ("server 0/1", 2, "server 0/1: no fork", 3)
-    for _ in range(2):
-        made.on_event(Lost("server 0/1", 0, "server 0/1: no fork", ""), 108.0)
-        found = made.poll(110.0)
-    assert any(isinstance(word, FailJob) for word in found), found
-
-
-def test_both_copies_lost_is_a_new_start() -> None:
-    made = covered(machine(), 0)
-    made.on_event(lost("server 0/1"), 105.0)
-    assert restarts(made, "server 0/0", 105.1)
-    made.begin_attempt()
-    assert restarts(made, "server 0/1", 110.0), "what was complete in the former life is not in this one"
-
-
-def test_copies_that_differ_are_an_incident_and_then_the_end() -> None:
-    made = covered(machine(), 0)
-    (incident,) = made.on_event(Differs("server 0/1", 0), 103.0)
-    assert isinstance(incident, Incident) and "made anew" in incident.action
-    assert restarts(made, "server 0/1", 103.5), "its copy is of no use"
-    made = covered(machine(), 0)
-    made.on_event(Differs("server 0/1", 0), 103.0)
-    made.on_event(Covered("server 0/1", 0), 103.2)
-    assert isinstance(made.on_event(Differs("server 0/0", 0), 103.3)[0], Incident)
-    (end,) = made.on_event(Differs("server 0/1", 0), 104.0)
-    assert isinstance(end, FailJob) and "differ once more" in end.failures[0].text
-
-
-def test_a_coordinator_that_moves_is_told_again_what_was_asked_and_which_groups_are_gone() -> None:
-    refusals = dict.fromkeys(range(3), "")
-    made = RecoveryPolicy(SEVERAL, RestartTerms(frozenset(range(3)), 3, refusals), 100.0, replicated=True)
-    covered(made, 0)
-    assert made.on_group_request(GroupRequest(LEAVE, 1)) == [AskServers(LEAVE, 1)]
-    _, reseat, *words = made.on_event(lost("server 0/1"), 102.0)
-    assert isinstance(reseat, PlaceReplica) and words == [], "it has not moved"
-    covered(made, 1)
-    _, reseat, *words = made.on_event(lost("server 0/0"), 103.0)
-    assert isinstance(reseat, PlaceReplica) and words == [AskServers(LEAVE, 1)]
-    assert made.location_of(Address(Role.SERVER, 0, 0)) == ("server 0/1", SEVERAL.unit_of(Address(Role.SERVER, 0, 1)))
-    made.on_event(Agreed("server 0/0", 1, LEAVE, ""), 103.5)
-    left = made.on_event(Exited("worker 1/0", 5, 0), 104.0)
-    assert ReportGone(1, 1) in left
-    made.on_event(Started("server 0/1", 9), 104.5)
-    covered(made, 2)
-    _, _, *words = made.on_event(lost("server 0/1"), 105.0)
-    assert words == [ReportGone(1, 1)]
-
-
-def test_a_standby_ends_with_the_servers_that_speak() -> None:
-    made = covered(machine(), 0)
-    made.on_event(lost("server 0/1"), 105.0)
-    for who in WORKERS:
-        made.on_event(Finished(who, 1, 8, 0.0, 0, 0, 0), 106.0)
-    end = Finished("server 0/0", 0, 0, 0.0, 0, 0, 0)
-    assert made.on_event(end, 106.0) == [end, EndProcess("server 0/1")]

@@ -141,6 +141,8 @@ class Story:
                     yield e.Agreed(who, int(rest[1]), rest[0], " ".join(rest[2:]))
                 case "covered":
                     yield e.Covered(who, int(text))
+                case "differs":
+                    yield e.Differs(who, int(text))
                 case "missed":
                     yield e.Missed(who)
                 case _:

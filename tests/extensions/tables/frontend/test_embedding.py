@@ -72,17 +72,6 @@ def test_zero_grad_forgets_and_eval_gathers_nothing():
     assert rows_of(table)[10**15] == [-2, -2, -2]
 
 
-def test_a_row_begins_with_what_seed_name_and_id_say():
-    def row(**more: object) -> list[float]:
-        made = {"init": "normal 0 1", "optimizer": tt.kvstore.SGD(lr=1.0), "name": "t", **more}
-        with torch.no_grad():
-            return tt.Embedding(None, 4, **made)(torch.tensor([3])).tolist()
-
-    assert row() == row() != row(seed=1)
-    assert row() != row(name="u")
-    assert row(init="zeros") == [[0.0] * 4]
-
-
 def test_tables_without_a_name_have_different_ones():
     first, second = (tt.Embedding(9, 3, init="uniform 0 1", optimizer=tt.kvstore.SGD(lr=1.0)) for _ in range(2))
     assert first.name != second.name
@@ -166,17 +155,15 @@ def test_what_a_table_refuses(more, words):
         assert word in str(told.value)
 
 
-@pytest.mark.parametrize(("ids", "word"), [([5], "id 5 .* below 5"), ([-1, 2], "id -1")])
-def test_an_id_that_cannot_be(ids, word):
+def test_ids_that_cannot_be():
     table = tt.Embedding(5, 2, optimizer=tt.kvstore.SGD(lr=1.0), name="t")
-    with pytest.raises(ValueError, match=f"t: {word}"):
-        table(torch.tensor(ids))
-
-
-def test_ids_are_whole_numbers():
-    table = tt.Embedding(5, 2, optimizer=tt.kvstore.SGD(lr=1.0), name="t")
-    with pytest.raises(TypeError, match=r"t: ids are torch\.float32"):
-        table(torch.tensor([1.7]))
+    for ids, kind, words in (
+        ([5], ValueError, "id 5 .* below 5"),
+        ([-1, 2], ValueError, "id -1"),
+        ([1.7], TypeError, r"ids are torch\.float32"),
+    ):
+        with pytest.raises(kind, match=f"t: {words}"):
+            table(torch.tensor(ids))
 
 
 def test_which_weights_are_sparse():
