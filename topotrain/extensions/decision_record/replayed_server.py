@@ -34,11 +34,11 @@ class ReplayObserver(ABC):
 
     @abstractmethod
     def on_version(self, server: Server, version: int) -> None:
-        """The server stops at this version, which its values have now."""
+        """The values of the server have the version now at which the replay is to stop."""
 
     @abstractmethod
     def on_end(self, server: Server) -> None:
-        """The recording of a job that was interrupted ends here, and the server stops."""
+        """The recording of a job that was interrupted ends here."""
 
     @abstractmethod
     def on_difference(self, server: Server, text: str) -> None:
@@ -61,14 +61,14 @@ def _with_own_body(message: m.Message) -> m.Message:
 
 
 class _LastVersion(VersionObserver):
-    """Stops a server at a version."""
+    """Tells a server that it has the last version of its replay."""
 
     def __init__(self, server: "ReplayedServer", until: int) -> None:
         self._server, self._until = server, until
 
     def on_version(self, version: int) -> None:
         if version == self._until:
-            self._server.stop_at(version)
+            self._server.reached(version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ReplayTask:
     Attributes:
         order: the recorded order.
         observer: is told how far the replay is.
-        until: the version at which to stop. None: at the end.
+        until: the version at which the replay stops. None: at the end.
     """
 
     order: ReplayOrder
@@ -90,6 +90,8 @@ class ReplayedServer(Server):
     """A server that makes the decisions of a recording again.
 
     Messages of one sender keep their order. One that has no order is handled as soon as none of its sender is held.
+    The server goes on behind its last version: another server may need a worker that waits for this one to reach its
+    own.
 
     Args:
         me, job, topology, memory, shared, sender, start: as for `Server`.
@@ -114,7 +116,9 @@ class ReplayedServer(Server):
         self._boxes: dict[tuple[Address, bool], deque[m.Message | _Lost]] = {}  # sender, and whether `is_aside`
         self._received: dict[Address, tuple[int, int]] = {}  # worker -> its process, and the messages of that one
         self._steps: dict[Address, int] = {}
-        self._has_model = self._stopped = self._begun = False
+        self._has_model = self._begun = False
+        self._differs = False
+        self._told = False  # the observer knows how the replay has ended
 
     def attach(self, extensions: Sequence[ServerExtension]) -> None:
         super().attach((*extensions, self._notes))
@@ -124,7 +128,7 @@ class ReplayedServer(Server):
     def handle(self, sender: Address, message: m.Message) -> Out:
         """As `Server.handle`, as soon as it is the turn of the message."""
         self.validator.check(sender, message)
-        if self._stopped:
+        if self._differs:
             return []
         self._begin()
         if sender == self.me:
@@ -147,7 +151,7 @@ class ReplayedServer(Server):
 
     def lost(self, worker: Address) -> Out:
         """As `Server.lost`, in its turn."""
-        if self._stopped:
+        if self._differs:
             return []
         self._boxes.setdefault((worker, False), deque()).append(_LOST)
         life, _ = self._received.get(worker, (0, 0))
@@ -190,12 +194,13 @@ class ReplayedServer(Server):
     def _advance(self, sender: Address) -> Out:
         """Handle what may be handled now that something of a sender has arrived."""
         out = self._handle_free(sender)
-        while not self._stopped and not self._over:
+        while not self._differs and not self._over:
             entry = self._recorded.next
             if entry is None:
-                self._stop()
-                self._observer.on_end(self)
-            elif isinstance(entry, OwnMessage):
+                if self._tell():
+                    self._observer.on_end(self)
+                break
+            if isinstance(entry, OwnMessage):
                 self._recorded.advance()
                 out += self._carry(self.me, m.decode(entry.kind, entry.meta))
             elif not (box := self._boxes.get((entry.sender, is_aside(entry.kind)))):
@@ -215,7 +220,7 @@ class ReplayedServer(Server):
         """Handle the first messages of a sender that have no order."""
         out: Out = []
         for box in (self._boxes.get((sender, aside)) for aside in (False, True)):
-            while box and not self._stopped and (self._over or not self._ordered(sender, box[0])):
+            while box and not self._differs and (self._over or not self._ordered(sender, box[0])):
                 out += self._carry(sender, box.popleft())
         return out
 
@@ -264,7 +269,7 @@ class ReplayedServer(Server):
             elif found != entry.checks:
                 what = f"a gradient with check {entry.checks[1]:02x} is recorded, {found[1]:02x} came"
                 self._differ(f"{where}: {what}: {CHANCE}")
-        return not self._stopped
+        return not self._differs
 
     def _compare(self) -> None:
         """Compare what has followed from the last message."""
@@ -280,16 +285,17 @@ class ReplayedServer(Server):
                 wanted = "nothing more" if expected is None else words_of_note(expected)
                 self._differ(f"{self.me}: the recording has that {wanted}, and now {words_of_note(note)}")
 
-    def stop_at(self, version: int) -> None:
-        """Stop here: the values have this version."""
-        if not self._stopped:
-            self._stop()
+    def reached(self, version: int) -> None:
+        """The values have the last version of the replay."""
+        if self._tell():
             self._observer.on_version(self, version)
 
     def _differ(self, text: str) -> None:
-        if not self._stopped:
-            self._stop()
+        self._differs = True
+        if self._tell():
             self._observer.on_difference(self, text)
 
-    def _stop(self) -> None:
-        self._stopped = True
+    def _tell(self) -> bool:
+        """Whether the observer is to be told now how the replay has ended, once."""
+        told, self._told = self._told, True
+        return not told
