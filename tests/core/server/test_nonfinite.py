@@ -439,10 +439,11 @@ def test_where_in_a_bucket_and_which_sums_need_another_look() -> None:
     assert nonfinite_segment(bucket, 0b111, gradient) == second.segment
     assert nonfinite_segment(bucket, 0b101, gradient) is None
     (small,) = slice_map_for((Parameter("p", (64,), (1,), "float32", True),), cluster).buckets
-    assert look(small, torch.full((64,), 1e18)) == (None, False)
-    assert look(small, torch.full((64,), 1e20)) == (None, True)
-    assert look(small, torch.full((64,), torch.inf)) == (small.pieces[0].segment, True)
-    assert look(small, torch.ones(64, dtype=torch.float16)) == (None, True)
+    assert look(small, 1, torch.full((64,), 1e18)) == (None, False)
+    assert look(small, 1, torch.full((64,), 1e20)) == (None, True)
+    assert look(small, 1, torch.full((64,), torch.inf)) == (small.pieces[0].segment, True)
+    assert look(small, 0, torch.full((64,), torch.inf)) == (None, True), "it is no gradient of this worker"
+    assert look(small, 1, torch.ones(64, dtype=torch.float16)) == (None, True)
 
 
 def test_strikes() -> None:

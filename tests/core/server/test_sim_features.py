@@ -1,7 +1,6 @@
 """Promises of a job beyond the plain step, on the simulated network: warm-up, clear failures, the end, no spinning."""
 
 import ast
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader
 import topotrain
 from topotrain.config.job import Agreement, Reduce
 from topotrain.config.topology import Address, Role
-from topotrain.core.client.client import PeerLost, StepEnd
+from topotrain.core.client.client import PeerLost
 from topotrain.core.protocol import Push
 from topotrain.tools.simulator.sim_network import Deadlock
 from topotrain.training.final_parameters import fetch_final
@@ -91,38 +90,6 @@ def test_a_group_0_that_ends_during_the_warm_up_lets_the_others_start():
 
 
 # --- clear failures ----------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_commits_early_joins_the_backwards_of_another():
-    for seed in seeds(12):
-        cluster = ScriptedCluster(job(1, 2, 2), seed, STORM)
-        versions: list[int] = []
-
-        def script(scripted: ScriptedWorker, versions=versions) -> None:
-            gradients, steps = scripted.client.gradients, scripted.client.steps
-
-            def join(end: StepEnd) -> StepEnd:
-                gradients.end_backward(0, end.backwards, 1.0, 0, absent=True)
-                gradients.wait_means()
-                return replace(end, backwards=end.backwards + 1)
-
-            scripted.open()
-            scripted.sleep(0.0, 0.05)
-            if scripted.me.index:
-                for ordinal in range(3):
-                    scripted.backward(scripted.numbers(), ordinal)
-                    scripted.sleep(0.0, 0.05)
-                scripted.commit(backwards=3)
-            else:
-                end = StepEnd(backwards=0, weight=1.0, fetch=True, hyper=b"", marks=())
-                steps.begin(0, end)
-                versions.append(steps.finish(0, end, join).version)
-                scripted.steps += 1
-            scripted.step(scripted.numbers())
-            scripted.finish()
-
-        cluster.play(script)
-        assert versions == [1] and cluster.server(0, 0).state.version == 2, f"seed {seed}"
 
 
 def test_a_last_backward_without_a_step_is_no_error():

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from topotrain.config.job import Agreement, Grads
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Applied, Commit, Delta, Fetch, Init, MasterValue, PairOffer, PairReply, Values
+from topotrain.core.protocol import Init
 
 pytestmark = pytest.mark.simulated
 
@@ -85,24 +85,6 @@ def test_every_update_counts_once_in_one_order_and_is_as_old_as_told(name):
         assert max(leads) == bound, "the bound must be kept, and reached"
     elif name == "downpour on three shards":
         assert max(leads) > 2, "without a bound there is none"
-
-
-@pytest.mark.parametrize(
-    ("kind", "delay"), [(Values, 0.013), (Applied, 0.013), (Fetch, 0.05), (Commit, 0.005), (Init, 0.01)]
-)
-def test_a_message_that_comes_again_where_it_would_hurt_changes_nothing(kind, delay):
-    for seed in seeds(10):
-        of = job(2, 1, 2, warmup_steps=2 if kind is Init else 0)
-        cluster = ScriptedCluster(of, seed, None)
-        arrive = cluster.transport._deliver
-
-        def again(me, to, message, cluster=cluster, arrive=arrive):
-            arrive(me, to, message)
-            if isinstance(message, kind):
-                cluster.sim.at(cluster.sim.now + delay, lambda: arrive(me, to, message))
-
-        cluster.transport._deliver = again
-        checked(cluster)
 
 
 def test_every_update_counts_once_with_many_buckets(monkeypatch):
@@ -247,31 +229,6 @@ def delayed(cluster: ScriptedCluster, wait) -> None:
         cluster.sim.at(cluster.sim.now + wait(me, to, message), lambda: depart(me, to, message, late))
 
     cluster.transport._travel = slowly
-
-
-@pytest.mark.parametrize("agreement", SUMS)
-def test_defect_2_updates_between_a_request_and_its_reply_are_kept(agreement):
-    """A dozen updates are applied while one exchange is under way; all must be in the result."""
-    for seed in seeds(10):
-        cluster = ScriptedCluster(job(2, 1, 1, nserver_groups=2, agreement=agreement), seed, STORM, DOUBLE)
-        asked: dict[tuple[Address, int], int] = {}
-        between: list[int] = []
-
-        def wait(me, to, message, cluster=cluster, asked=asked):
-            if isinstance(message, Delta | PairOffer):
-                asked.setdefault((me, message.bucket), cluster.sim_servers[me].server.state.version)
-            exchange = isinstance(message, Delta | MasterValue | PairOffer | PairReply)
-            return cluster.random.uniform(0.3, 0.6) if exchange else 0.0
-
-        def look(sender, to, message, cluster=cluster, asked=asked, between=between):
-            if isinstance(message, MasterValue | PairReply) and (to, message.bucket) in asked:
-                between.append(cluster.sim_servers[to].server.state.version - asked.pop((to, message.bucket)))
-
-        delayed(cluster, wait)
-        cluster.transport.observers.append(look)
-        wanted, final = downpour(cluster, 20, 7 * SCALE, SCALE)
-        assert same(final, agreed(cluster, 7 * SCALE, wanted)), f"seed {seed}"
-        assert max(between) >= 5, "this test must have updates between request and reply"
 
 
 def test_training_goes_on_while_an_exchange_is_missing():

@@ -51,14 +51,14 @@ def nonfinite_segment(bucket: Bucket, present: int, gradient: torch.Tensor) -> i
     return None
 
 
-def look(bucket: Bucket, part: torch.Tensor) -> tuple[int | None, bool]:
-    """A segment that is not finite, or None; and whether sums need a check."""
+def look(bucket: Bucket, present: int, part: torch.Tensor) -> tuple[int | None, bool]:
+    """A segment of the present pieces that is not finite, or None; and whether sums need a check."""
     numbers = reals(part)
     # An element is no larger than the root of the sum of squares, and weights are counts. Where the sum of squares fits
     # into the dtype, no weighted sum of such parts is infinite.
     if numbers.dtype in _SQUARED and math.isfinite(torch.dot(numbers, numbers).item()):
         return None, False
-    return nonfinite_segment(bucket, (1 << len(bucket.pieces)) - 1, part), True
+    return nonfinite_segment(bucket, present, part), True
 
 
 def nonfinite_workers(bucket: Bucket, present: int, total: torch.Tensor, parts: Mapping[int, Part]) -> dict[int, int]:
@@ -70,7 +70,9 @@ def nonfinite_workers(bucket: Bucket, present: int, total: torch.Tensor, parts: 
     if segment is None:
         return {}
     # The parts are looked at only now, because a finite sum has only finite parts.
-    found = {w: look(bucket, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None}
+    found = {
+        w: look(bucket, present, part)[0] for w, (weight, part) in parts.items() if weight > 0 and part is not None
+    }
     return {worker: where for worker, where in found.items() if where is not None} or {NO_WORKER: segment}
 
 

@@ -61,7 +61,8 @@ class CommittedPushes(GradientSource):
             if self._looks_early and body is not None:  # while it is in the processor's cache
                 at = message.bucket - self._first
                 expected = (at, worker) in self._expected
-                self._looked[at, worker] = (None, False) if expected else look(self._buckets[at], body)
+                present = bits_to_int(message.present)
+                self._looked[at, worker] = (None, False) if expected else look(self._buckets[at], present, body)
         self._expected.clear()
         return ()
 
@@ -164,7 +165,10 @@ class CommittedPushes(GradientSource):
     def _look(self, at: int, worker: int, part: torch.Tensor) -> tuple[int | None, bool]:
         """`nonfinite.look`, which may have been asked when the part arrived."""
         seen = self._looked.get((at, worker)) if self._looks_early else None
-        return look(self._buckets[at], part) if seen is None else seen
+        if seen is not None:
+            return seen
+        bucket = self._buckets[at]
+        return look(bucket, bits_to_int(self._pushes[bucket.id][worker][0].present), part)
 
     def refuse(self, workers: Collection[int]) -> bool:
         for worker in workers:
