@@ -187,7 +187,7 @@ def page_file(
     logs: dict[str, str] | None = None,
 ) -> str:
     """Write the page of a view as one file; return its address."""
-    from topotrain.tools.dashboard.mailed_page import mailed_page
+    from topotrain.tools.dashboard.page_files import mailed_page
 
     path = folder / "job.html"
     path.write_text(mailed_page(json.loads(json.dumps(view)), runs or [], logs), encoding="utf-8")

@@ -15,8 +15,13 @@ from growing_recording import GrowingRecording, step, view_of
 from topotrain.core.events import Notice
 from topotrain.tools.cli import app
 from topotrain.tools.dashboard import page_files as page_module
-from topotrain.tools.dashboard.mailed_page import embedded_json, mailed_page, page_of
-from topotrain.tools.dashboard.page_files import ChartLibrary, chart_library, page_files
+from topotrain.tools.dashboard.page_files import (
+    ChartLibrary,
+    chart_library,
+    mailed_page,
+    page_files,
+    page_of,
+)
 
 EVIL = "</script></body><script>alert(1)</script><!-- &amp; \u2028"
 
@@ -99,15 +104,6 @@ def test_a_library_with_the_end_of_its_element_in_it_stays_in_it(
     monkeypatch.setattr(page_module, "chart_library", lambda: evil)
     text = page_of([workspace])
     assert Elements(text).all("script")[0][1] == r"const a = '<\/script>\x3C!-- <script>';"
-
-
-def test_json_in_a_page() -> None:
-    text = embedded_json({"a": [None, 1.5], "b": EVIL})
-    assert not set("<>&\u2028") & set(text)
-    assert json.loads(text) == {"a": [None, 1.5], "b": EVIL}
-
-
-# ---- the command -----------------------------------------------------------------------------------------------------
 
 
 def run(*words: str) -> int:

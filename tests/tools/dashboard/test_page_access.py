@@ -3,67 +3,61 @@
 import pytest
 
 from topotrain.tools.dashboard.page_access import PageAccess
-from topotrain.tools.http_server import HttpRequest
+from topotrain.tools.http_server import HttpError, HttpRequest
 
 NAMES = ("localhost", "127.0.0.1", "[::1]")
 
 
-def request(path: str = "/", method: str = "GET", **headers: str) -> HttpRequest:
-    named = {"host": "localhost:8000", **{name.replace("_", "-"): value for name, value in headers.items()}}
-    return HttpRequest(method, path, "", [(name, value) for name, value in named.items() if value])
+def refusal(access: PageAccess, path: str = "/", inside: bool = True, **headers: str) -> str:
+    """Why a request is refused; one with the cookie, unless it has another one."""
+    named = {"host": "localhost:8000", "cookie": f"other=1; {access.cookie}={access._session}"}
+    named |= {name.replace("_", "-"): value for name, value in headers.items()}
+    found = [(name, value) for name, value in named.items() if value]
+    return access.refusal(HttpRequest("GET", f"{access.root if inside else ''}{path}", "", found))
 
 
 @pytest.fixture
 def access() -> PageAccess:
-    return PageAccess(NAMES, 8000)
+    made = PageAccess(NAMES, 8000)
+    made.login(made.token)
+    return made
 
 
-def cookie_of(access: PageAccess) -> str:
-    return f"other=1; {access.cookie}={access.login(access.token)}"
-
-
-def test_a_token_works_once_and_its_cookie_from_then_on(access: PageAccess) -> None:
-    token = access.token
-    assert len(token) >= 43, "256 bits"
-    assert not access.login("") and not access.login(token[:-1]) and not access.login("ü" * 43)
-    session = access.login(token)
-    assert session and session != token
-    assert access.login(token) == "" and access.token == ""
-    assert "was used already" in access.login_refusal()
-    assert access.refusal(request(cookie=f"{access.cookie}={session}")) == ""
-    assert access.refusal(request(cookie=f"{access.cookie}={session}x")) != ""
-    assert access.refusal(request(cookie=f"topotrain-8001={session}")) != ""
-
-
-def test_without_a_session_no_cookie_is_right(access: PageAccess) -> None:
-    for cookie in ("", f"{access.cookie}=", f"{access.cookie}"):
-        assert "no token" in access.refusal(request(cookie=cookie))
+def test_a_token_works_once_and_only_its_cookie_inside_its_path_is_right(access: PageAccess) -> None:
+    fresh = PageAccess(NAMES, 8000)
+    assert len(fresh.token) >= 43, "256 bits"
+    for wrong in ("", fresh.token[:-1], "ü" * 43):
+        with pytest.raises(HttpError, match="wrong token"):
+            fresh.login(wrong)
+    for cookie in ("", f"{fresh.cookie}=", fresh.cookie):
+        assert "no token" in refusal(fresh, cookie=cookie)
+    token = fresh.token
+    session = fresh.login(token)
+    assert session not in ("", token) and fresh.token == ""
+    with pytest.raises(HttpError, match="was used already"):
+        fresh.login(token)
+    assert refusal(fresh) == "" and "no token" in refusal(fresh, inside=False)
+    for cookie in (f"{fresh.cookie}={session}x", f"topotrain-8001={session}"):
+        assert "no token" in refusal(fresh, cookie=cookie)
 
 
 def test_only_the_names_and_the_page_of_this_server_are_let_in(access: PageAccess) -> None:
-    cookie = cookie_of(access)
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "[::1]:8000", "[::1]", "localhost:9"):
-        assert access.refusal(request(host=host, cookie=cookie)) == ""
+        assert refusal(access, host=host) == ""
     evil = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example")
     for host in ("", *evil, "localhost.", "0.0.0.0:8000", "::1"):
-        assert "Host header" in access.refusal(request(host=host, cookie=cookie))
+        assert "Host header" in refusal(access, host=host)
     twice = HttpRequest("GET", "/", "", [("host", "localhost"), ("host", "evil.example")])
     assert "Host header" in access.refusal(twice)
     for path in ("/", "/api/view", "/login"):
         for origin in ("http://evil.example", "null", "http://localhost:8001", "https://localhost:8000"):
-            assert "Origin" in access.refusal(request(path, origin=origin, cookie=cookie))
-
-
-def test_what_another_site_lets_a_browser_ask_is_refused_but_for_the_printed_address(access: PageAccess) -> None:
-    cookie = cookie_of(access)
-    for site in ("cross-site", "same-site"):
-        assert "Sec-Fetch-Site" in access.refusal(request("/api/view", sec_fetch_site=site, cookie=cookie))
-        assert access.refusal(request("/login", sec_fetch_site=site)) == ""
-    for site in ("none", "same-origin"):
-        assert access.refusal(request("/api/view", sec_fetch_site=site, cookie=cookie)) == ""
+            assert "Origin" in refusal(access, path, origin=origin)
+    for site, allowed in (("cross-site", False), ("same-site", False), ("none", True), ("same-origin", True)):
+        assert ("Sec-Fetch-Site" not in refusal(access, "/api/view", sec_fetch_site=site)) == allowed
+        assert refusal(access, "/login", sec_fetch_site=site, cookie="") == "", "the printed address"
 
 
 def test_figures_need_no_cookie_where_only_this_machine_reaches_the_server() -> None:
-    assert PageAccess(NAMES, 1, open_metrics=True).refusal(request("/metrics")) == ""
-    assert "no token" in PageAccess(NAMES, 1).refusal(request("/metrics"))
-    assert "Host" in PageAccess(NAMES, 1, open_metrics=True).refusal(request("/metrics", host="evil.example"))
+    lone = PageAccess(NAMES, 1, open_metrics=True)
+    assert refusal(lone, "/metrics", inside=False) == "" and "Host" in refusal(lone, "/metrics", host="evil.example")
+    assert "no token" in refusal(PageAccess(NAMES, 1), "/metrics")

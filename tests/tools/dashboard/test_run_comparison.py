@@ -9,8 +9,7 @@ from prepared_view import PreparedJob
 
 from topotrain.config.job import ConfigError
 from topotrain.core.events import Started
-from topotrain.tools.dashboard.run_comparison import compared, run_figures
-from topotrain.tools.dashboard.run_folders import named_runs, read_runs, runs_of
+from topotrain.tools.dashboard.run_comparison import compared, named_runs, read_runs, run_figures, runs_of
 from topotrain.tools.recording.recorded_lines import RecordingEnd
 from topotrain.tools.recording.recording_file import FILE
 

@@ -103,8 +103,8 @@ def watch(
             raise Exit(serve_until_stopped([Path(each).absolute() for each in workspaces], port or 0, host or HOST))
         del paged[" ".join(others)]
         _refuse(paged, "--html writes a file, and serves no page")
-        from topotrain.tools.dashboard.mailed_page import page_of
-        from topotrain.tools.dashboard.run_folders import runs_of
+        from topotrain.tools.dashboard.page_files import page_of
+        from topotrain.tools.dashboard.run_comparison import runs_of
 
         text = page_of(runs_of(map(Path, workspaces)))
         check_writable("--html", html)

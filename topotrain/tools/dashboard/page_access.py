@@ -12,7 +12,7 @@ import hmac
 import secrets
 from collections.abc import Iterable
 
-from topotrain.tools.http_server import HttpRequest
+from topotrain.tools.http_server import HttpError, HttpRequest
 
 LOGIN, METRICS = "/login", "/metrics"
 _BYTES = 32
@@ -43,19 +43,28 @@ class PageAccess:
         return self._token or ""
 
     def login(self, token: str) -> str:
-        """Return the value of the cookie for this token, or "". The token works once."""
-        if self._token is None or not _same(token, self._token):
-            return ""
+        """Return the value of the cookie for this token, which works once.
+
+        Raises HttpError.
+        """
+        if self._token is None:
+            raise HttpError(403, "this address was used already; `topotrain watch WORKSPACE` prints a new one")
+        if not _same(token, self._token):
+            raise HttpError(403, "wrong token: open the address that topotrain has printed")
         self._token, self._session = None, secrets.token_urlsafe(_BYTES)
         return self._session
 
-    def login_refusal(self) -> str:
-        if self._token is None:
-            return "this address was used already; `topotrain watch WORKSPACE` prints a new one"
-        return "wrong token: open the address that topotrain has printed"
+    def is_inside(self, request: HttpRequest) -> bool:
+        # A browser sends the cookie to all ports of a machine, but only below this path, which no other server knows.
+        return request.path.startswith(f"{self.root}/")
+
+    def path_of(self, request: HttpRequest) -> str:
+        """Return the path below `root`, or that of a request from outside."""
+        return request.path.removeprefix(self.root) if self.is_inside(request) else request.path
 
     def refusal(self, request: HttpRequest) -> str:
-        """Return why a request, with a path without `root`, is refused; "": it is not."""
+        """Return why a request is refused; "": it is not."""
+        path = self.path_of(request)
         hosts, origins = request.values("host"), request.values("origin")
         if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
             return "this server is not known by the name in the Host header"
@@ -63,13 +72,14 @@ class PageAccess:
         if any(origin.lower() != ours for origin in origins):
             return "only this page itself may ask (Origin header)"
         sites = request.values("sec-fetch-site")
-        if request.path != LOGIN and any(site not in ("same-origin", "none") for site in sites):
+        if path != LOGIN and any(site not in ("same-origin", "none") for site in sites):
             return "only this page itself may ask (Sec-Fetch-Site header)"
-        if request.path == LOGIN or (request.path == METRICS and self._open_metrics):
+        if path == LOGIN or (path == METRICS and self._open_metrics):
             return ""
-        if not self._has_session(request):
-            return "no token: open the address that topotrain has printed"
-        return ""
+        # A cookie counts only inside the path it was given to.
+        if self.is_inside(request) and self._has_session(request):
+            return ""
+        return "no token: open the address that topotrain has printed"
 
     def _has_session(self, request: HttpRequest) -> bool:
         pairs = (part.strip().partition("=") for value in request.values("cookie") for part in value.split(";"))
