@@ -76,7 +76,7 @@ LIBRARIES = {
     "rich": ("tools/cli/run.py", "tools/monitor/*", "launch/console_output.py"),
     "google.protobuf": ("config/proto_schema.py", "config/job_file.py"),
     "yaml": ("config/job_file.py", "launch/launchers/kubernetes.py"),
-    "matplotlib": ("tools/monitor/loss_plot.py", "tools/plan/graph_plot.py"),
+    "matplotlib": ("tools/monitor/loss_curves.py", "tools/plan/graph_plot.py"),
     "safetensors": ("*",),
     "redis": ("comm/store/redis_store.py",),
     "cryptography": ("comm/security/tls.py",),
@@ -307,8 +307,8 @@ GOOD = {
     "comm/transport/tcp.py": "from topotrain.comm.transport import T\nfrom ..security import tokens\n"
     "from ...core.server.server import Server\n",
     "comm/security/tokens.py": "import secrets\n",
-    "tools/monitor/loss_plot.py": "def plot():\n    import matplotlib.pyplot as plt\n",
-    "tools/cli/app.py": "import typer\nimport safetensors\nfrom topotrain.tools.monitor.loss_plot import plot\n",
+    "tools/monitor/loss_curves.py": "def plot():\n    import matplotlib.pyplot as plt\n",
+    "tools/cli/app.py": "import typer\nimport safetensors\nfrom topotrain.tools.monitor.loss_curves import plot\n",
 }
 
 

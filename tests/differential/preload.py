@@ -8,12 +8,11 @@ from topotrain.launch import local, multinode
 from topotrain.launch.launchers import submission
 from topotrain.launch.recovery import resume_point
 from topotrain.parallel import split_rules
-from topotrain.tools.monitor import job_report, loss_bars, result_tables, round_report, trace_export
-from topotrain.tools.monitor.progress import live_table
+from topotrain.tools.monitor import job_report, loss_curves, progress_display, result_tables, trace_export
 from topotrain.tools.recording import job_recorder
 
 MODULES = (
-    *(local, multinode, submission, split_rules, resume_point, job_report, loss_bars, result_tables, round_report),
-    *(trace_export, live_table, job_recorder, pydantic),
+    *(local, multinode, submission, split_rules, resume_point, job_report, loss_curves, result_tables),
+    *(trace_export, progress_display, job_recorder, pydantic),
 )
 job_file.loads('name: "warm"\ncluster { nworkers_per_group: 2 }\n', "the job")  # the first one takes longest

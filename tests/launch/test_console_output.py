@@ -16,7 +16,7 @@ from topotrain.core.events import Output, StepDone
 from topotrain.launch import console_output
 from topotrain.launch.agent.pipes import OutputReader
 from topotrain.launch.console_output import FULL_BYTES, ConsoleOutput, out_of, outlet
-from topotrain.tools.monitor.progress.live_table import LiveTable
+from topotrain.tools.monitor.progress_display import LiveTable
 
 TEXT = "".join(f"{number:09d}\n" for number in range(FULL_BYTES // 5))
 

@@ -7,8 +7,7 @@ from typing import Any
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import StepDone
-from topotrain.tools.recording.recorded_layout import layout_data
-from topotrain.tools.recording.recorded_lines import Recorded, RecordingHeader, TimedEvent, to_line
+from topotrain.tools.recording.recorded_lines import Recorded, RecordingHeader, TimedEvent, layout_data, to_line
 from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
 from topotrain.tools.recording.recording_file import FILE, RecordingFile
 

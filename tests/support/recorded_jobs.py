@@ -78,7 +78,7 @@ class Clock:
 
 def displays_go_by(clock: Callable[[], float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the report and the displays of a job read this clock."""
-    for module in ("job_report", "progress_display", "progress.live_table"):
+    for module in ("job_report", "progress_display"):
         monkeypatch.setattr(f"topotrain.tools.monitor.{module}.monotonic", clock)
 
 

@@ -16,7 +16,7 @@ from wait_limit import ended_after
 import topotrain as tt
 from topotrain.config.job import ConfigError
 from topotrain.launch import fork_safety
-from topotrain.tools.monitor.live_terminal import NOTEBOOK
+from topotrain.tools.monitor.terminal import NOTEBOOK
 from topotrain.tools.notebook import job_of
 
 ROOT = Path(__file__).parents[2]
@@ -98,8 +98,8 @@ except RuntimeError as error:
 """
 WAITS_AND_DIES = f"""
 import time
-from topotrain.tools.monitor.progress import longest_wait
-longest_wait.FIRST_S = 1.0
+from topotrain.tools.monitor import progress_display
+progress_display.FIRST_S = 1.0
 def die(step):
     while step == 0 and tt.rank() == 0 and not os.path.exists("released"):
         time.sleep(0.05)

@@ -14,9 +14,9 @@ from topotrain.core.events import Event
 from topotrain.launch.function_launcher import FunctionLauncher
 from topotrain.tools.monitor.job_monitor import JobMonitor
 from topotrain.tools.monitor.job_report import Report, story
-from topotrain.tools.monitor.progress.live_table import progress
-from topotrain.tools.monitor.progress_display import checked
-from topotrain.tools.monitor.result_tables import console, summary
+from topotrain.tools.monitor.progress_display import progress
+from topotrain.tools.monitor.result_tables import summary
+from topotrain.tools.monitor.terminal import console
 from topotrain.tools.recording.job_recorder import JobRecorder
 
 _FILES = (".conf", ".yaml", ".yml")
@@ -62,7 +62,6 @@ def notebook_launch(
                 # Not before the first event: a display has threads, and the job's processes are forks of this one.
                 begun = True
                 display.enter_context(shown)
-                display.enter_context(checked(shown))
             monitor(event)
 
         outcome = FunctionLauncher(function, watch=recorder).start(whole, topology, on_event)

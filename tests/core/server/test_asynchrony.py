@@ -33,7 +33,8 @@ from topotrain.core.server.group_sync import MasterSync
 from topotrain.launch import JobOutcome
 from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.tools.monitor.job_report import Report
-from topotrain.tools.monitor.result_tables import comparison, console, distance, summary
+from topotrain.tools.monitor.result_tables import comparison, distance, summary
+from topotrain.tools.monitor.terminal import console
 from topotrain.tools.plan.layout_plan import plan
 from topotrain.training.finish_job import SpoiledResult
 from topotrain.training.loss_watch import LossTrend, LossWatch, watch_losses

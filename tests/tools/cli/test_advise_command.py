@@ -15,7 +15,7 @@ from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.tools.cli import app
 from topotrain.tools.cli.performance.measured_probe import unlike_this_machine
 from topotrain.tools.diagnostics.environment_report import processor_name
-from topotrain.tools.monitor.progress import progress_line
+from topotrain.tools.monitor import terminal
 
 Ask = Callable[..., tuple[int, str, str]]
 FAST = ("--probe", "probe.json", "--within", "1s", "--sync")
@@ -25,7 +25,7 @@ FAST = ("--probe", "probe.json", "--within", "1s", "--sync")
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs the command in a folder with probe.json and train.py: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(progress_line, "LINES_S", 600.0)
+    monkeypatch.setattr(terminal, "LINES_S", 600.0)
     (tmp_path / "probe.json").write_text(timed_probe(elements=4000, batch=8).to_json())
     (tmp_path / "train.py").write_text("raise SystemExit('started')\n")
     (tmp_path / "job.conf").write_text('name: "mine"\ncluster { nworkers_per_group: 2 nserver_groups: 1 }\n')

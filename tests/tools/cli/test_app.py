@@ -587,7 +587,7 @@ def test_compare_without_matplotlib_is_the_table_only(
     ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
-    monkeypatch.setattr("topotrain.tools.monitor.loss_plot.find_spec", {}.get)
+    monkeypatch.setattr("topotrain.tools.monitor.loss_curves.find_spec", {}.get)
     code, out, err = ask("compare", "--forkserver", "here", "down.conf", "train.py")
     assert code == 0
     assert "Downpour" in out and "96.0%" in out

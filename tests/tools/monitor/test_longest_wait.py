@@ -16,16 +16,14 @@ from topotrain.core.events import (
     Failed,
     Finished,
     Left,
-    Notice,
     Serving,
     Started,
     StepDone,
     Waits,
 )
-from topotrain.tools.monitor.progress.live_table import LiveTable
-from topotrain.tools.monitor.progress.longest_wait import FIRST_S, QUIET_S, REPEAT_S, LongestWait, longest
-from topotrain.tools.monitor.progress.process_states import ProcessStates
-from topotrain.tools.monitor.progress_display import PlainProgress, QuietProgress
+from topotrain.tools.monitor.longest_wait import QUIET_S, LongestWait, longest
+from topotrain.tools.monitor.process_tally import ProcessStates
+from topotrain.tools.monitor.progress_display import FIRST_S, REPEAT_S, LiveTable, PlainProgress
 
 CLUSTER = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
 TOPOLOGY = layout(CLUSTER)
@@ -258,12 +256,3 @@ def test_the_live_table_shows_it_with_seconds_and_not_at_the_end(clock: Clock) -
         clock.now += 4
         assert "waiting for worker 0/0 to import the script, up to tt.prepare, 4 s" in drawn(table)
     assert "waiting" not in drawn(table)
-
-
-def test_without_progress_there_is_no_line_about_waits(clock: Clock) -> None:
-    text = io.StringIO()
-    with QuietProgress(report_of(TOPOLOGY), Console(file=text, width=20)) as shown:
-        clock.now += 100
-        shown.check()
-        shown(Notice("worker 0/0", "still here"))
-    assert text.getvalue() == "topotrain: worker 0/0: still here\n"

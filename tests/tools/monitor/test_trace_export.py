@@ -7,7 +7,8 @@ import pytest
 
 from topotrain.core.profiling.spans import PHASES, ProcessSpans, Span, to_json
 from topotrain.tools.monitor import trace_export
-from topotrain.tools.monitor.result_tables import console, phases
+from topotrain.tools.monitor.result_tables import phases
+from topotrain.tools.monitor.terminal import console
 
 MS = 1_000_000
 MAIN = "MainThread"

@@ -10,7 +10,7 @@ import pytest
 from made_probe import made_probe
 
 from topotrain.tools.cli import app
-from topotrain.tools.monitor.progress import progress_line
+from topotrain.tools.monitor import terminal
 from topotrain.tools.prediction import rehearsal
 from topotrain.tools.probe.probe_file import ProbedOptimizer
 
@@ -24,7 +24,7 @@ Ask = Callable[..., tuple[int, str, str]]
 def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
     """Runs the command in a folder with job.conf and probe.json: (exit code, stdout, stderr)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(progress_line, "LINES_S", 600.0)
+    monkeypatch.setattr(terminal, "LINES_S", 600.0)
     monkeypatch.setattr(rehearsal, "MEASURED", ((64, 6),))
     (tmp_path / "job.conf").write_text(CONF)
     (tmp_path / "probe.json").write_text(made_probe((10_000,) * 3).to_json())
@@ -59,7 +59,7 @@ def test_a_probe_of_a_program_with_another_name_is_said(ask: Ask, tmp_path: Path
 
 
 def test_a_rehearsal_that_takes_long_has_a_line(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_line, "LINES_S", 0.0)
+    monkeypatch.setattr(terminal, "LINES_S", 0.0)
     code, _, err = ask("job.conf")
     assert code == 0
     first, *_, last = err.splitlines()

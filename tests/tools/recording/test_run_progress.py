@@ -1,27 +1,14 @@
 """Elapsed time, epoch, share and the time that is left, by a clock that the test moves; on terminals and in pipes."""
 
-import io
-
 import pytest
-from rich.console import Console
 
-from tests.support.recorded_jobs import Clock, displays_go_by, report_of
 from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
-from topotrain.core.events import Connects, Finished, Notice, Serving, Started, StepDone
-from topotrain.tools.monitor.progress.live_table import LiveTable, progress
-from topotrain.tools.monitor.progress_display import PlainProgress
+from topotrain.core.events import Finished, Started, StepDone
 from topotrain.tools.recording.run_progress import LEAST_S, JobProgress, RemainingTime, duration
 
 TOPOLOGY = layout(Cluster(nworkers_per_group=2, server_worker_separate=True))
 WORKERS = ("worker 0/0", "worker 0/1")
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    displays_go_by(made, monkeypatch)
-    return made
 
 
 def step(who: str, number: int, epoch: int = -1, share: float = -1.0) -> StepDone:
@@ -126,84 +113,3 @@ def test_a_restart_from_a_snapshot_and_the_end() -> None:
     for who in WORKERS:
         run.on_event(Finished(who, 20, 160, 0.0, 0, 0, 0, epoch=3, progress=1.0), 40.0)
     assert run.words(45.0) == "epoch 1  done 100 %  ETA 0:00"
-
-
-# ---- the displays ----------------------------------------------------------------------------------------------------
-
-
-def test_plain_lines_have_the_figures(clock: Clock) -> None:
-    text = io.StringIO()
-    with PlainProgress(report_of(TOPOLOGY), Console(file=text, width=40)) as shown:
-        for number in range(1, 21):
-            clock.now = float(number)
-            for who in WORKERS:
-                shown(step(who, number, number // 8, number / 80))
-    lines = text.getvalue().splitlines()
-    assert [line.split(" s")[0].strip() for line in lines] == ["5.0", "10.0", "15.0", "20.0", "20.0"]
-    assert "epoch 1  done 6 %  ETA 1:15" in lines[0] and "epoch 2  done 12 %  ETA 1:10" in lines[1]
-    assert "\x1b" not in text.getvalue() and "\r" not in text.getvalue()
-
-
-def test_captured_output_of_a_job_with_a_long_wait_has_no_frames(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
-    """What a notebook, a pipe or a CI log keeps: whole lines, a new one only where there is something new."""
-    text = io.StringIO()
-    with progress(report_of(TOPOLOGY), Console(file=text, width=80, force_terminal=False)) as shown:
-        for who in ("unit 0", "unit 1", "unit 2", "server 0/0", *WORKERS):
-            shown(Started(who, 1))
-        shown(Serving("server 0/0", ("x",), 1))
-        for who in WORKERS:
-            shown(Connects(who))
-        for _ in range(600):
-            clock.now += 1
-            shown.check()
-        for number in range(1, 5):
-            clock.now += 10
-            for who in WORKERS:
-                shown(step(who, number, 0, number / 4))
-    lines = text.getvalue().splitlines()
-    waits = [line for line in lines if "waiting for the first step" in line]
-    assert 8 <= len(waits) <= 12
-    assert len(lines) == len(set(lines)) <= len(waits) + 6
-    assert "\x1b" not in text.getvalue()
-
-
-def live(text: io.StringIO, width: int = 100, height: int = 30) -> Console:
-    return Console(
-        file=text, force_terminal=True, width=width, height=height, color_system=None, legacy_windows=False, record=True
-    )
-
-
-def test_the_live_table_has_the_figures_above_the_rows(clock: Clock) -> None:
-    console = live(io.StringIO())
-    with LiveTable(report_of(TOPOLOGY), console) as table:
-        for second in range(11):
-            clock.now = float(second)
-            for who in WORKERS:
-                table(step(who, second, 0, second / 20))
-        drawn = Console(file=io.StringIO(), width=100)
-        drawn.print(table._renderable())
-        clock.now = 12.0
-    first = drawn.file.getvalue().splitlines()[0]  # type: ignore[attr-defined]
-    assert first.rstrip() == "elapsed 0:10  epoch 1  done 50 %  ETA 0:10"
-    clock.now = 99.0
-    assert "elapsed 0:12 " in console.export_text()
-
-
-def test_a_table_that_is_higher_than_the_terminal_keeps_figures_and_wait(clock: Clock) -> None:
-    topology = layout(Cluster(nworkers_per_group=40, server_worker_separate=True))
-    text = io.StringIO()
-    console = live(text, height=12)
-    with LiveTable(report_of(topology), console) as table:
-        clock.now = 30.0
-        table._live.refresh()
-        shown = text.getvalue()
-    frame = shown[shown.rindex("elapsed") :]
-    assert frame.startswith("elapsed 0:30") and "waiting for unit 0" in frame
-
-
-def test_words_are_said_above_the_table_and_without_markup(clock: Clock) -> None:
-    for make in (PlainProgress, LiveTable):
-        text = io.StringIO()
-        with make(report_of(TOPOLOGY), live(text, width=20)) as shown:
-            shown(Notice("worker 0/0", "[bold]a sentence that is longer than the terminal is wide[/bold]"))
-        assert "[bold]a sentence that is longer than the terminal is wide[/bold]" in text.getvalue()

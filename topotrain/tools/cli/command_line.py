@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from topotrain.config.python_module import as_program
 from topotrain.tools.cli.job_arguments import BadInput, refusing
-from topotrain.tools.monitor.monitored_run import say
+from topotrain.tools.monitor.terminal import say
 
 WHOLE = 1000
 """Characters, more than the first sentence of any command has: none is cut."""

@@ -1,24 +1,35 @@
-"""The commands `compare`, of job files, and `check`, of a job and plain Python."""
+"""The commands `compare`, of job files, and `check`, of a job and plain Python.
+
+The jobs of `compare` run one after the other. All settings of all jobs are validated before the first one starts. Each
+job has its own workspace below one folder. A failed job is marked in the table, and the others still run.
+"""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from topotrain.config.private_files import make_folder
+from topotrain.config.job import Job
+from topotrain.config.private_files import make_folder, write_text
 from topotrain.config.python_module import module_of
+from topotrain.config.topology import Topology, layout
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import JOB_ENDINGS, BadInput, CommandFailed, check_kind, check_writable, load_job
 from topotrain.tools.monitor.monitored_run import train
-from topotrain.tools.monitor.progress.progress_line import progress_line
+from topotrain.tools.monitor.terminal import complaining_of, console, progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.check.compared_records import Comparison
     from topotrain.tools.monitor.job_report import JobResult
+
+PICTURE = "frameworks.png"
+DATA = "compare.json"
+INTERRUPTED = frozenset({130, 143})
+"""Exit codes after which the user wants no further job to start."""
 
 
 def compare(
@@ -48,23 +59,22 @@ def compare(
       topotrain compare sandblaster.conf downpour.conf train.py -- --epochs 20
     """
     from topotrain.launch.agent import forkserver
-    from topotrain.tools.monitor import compare_jobs as side_by_side
-    from topotrain.tools.monitor import loss_plot
-    from topotrain.tools.monitor.result_tables import comparison, console, losses
+    from topotrain.tools.monitor import loss_curves
+    from topotrain.tools.monitor.result_tables import comparison, losses
 
     confs, program, args = _sort_out(files)
     # Where one file can be made, the others can be made, too.
-    check_writable("--out", out / side_by_side.DATA, private=True)
-    compared = side_by_side.entries(
+    check_writable("--out", out / DATA, private=True)
+    compared = entries(
         [(conf, arguments.with_link(load_job(Path(conf), sets, program, args), emulate)) for conf in confs], out
     )
     terminal = console(stderr=True)
-    picture = loss_plot.available()
+    picture = loss_curves.available()
     # Before hours of training, and not when the picture is due.
     if not picture:
-        terminal.print(f"table only: {loss_plot.MISSING}", soft_wrap=True, markup=False)
+        terminal.print(f"table only: {loss_curves.MISSING}", soft_wrap=True, markup=False)
 
-    def results() -> Iterator["tuple[side_by_side.ComparedJob, JobResult]"]:
+    def results() -> "Iterator[tuple[ComparedJob, JobResult]]":
         for entry in compared:
             terminal.print(f"{entry.label}: {entry.conf}", style="bold")
             yield entry, train(entry.job, entry.topology, as_json=as_json, forkserver=served_at)
@@ -73,7 +83,7 @@ def compare(
     with ExitStack() as stack:  # torch is loaded once for all of them
         own = None if running else stack.enter_context(closing(forkserver.start(out / "forkserver.log")))
         served_at = own.path if own else running
-        code, rows = side_by_side.compare(results(), out, picture)
+        code, rows = collect(results(), out, picture)
     if as_json:
         print(json.dumps({"jobs": rows}, indent=2))
     else:
@@ -81,8 +91,8 @@ def compare(
         drawn_losses = losses(rows)
         if drawn_losses is not None:
             console().print(drawn_losses)
-    drawn = f"picture: {out / side_by_side.PICTURE}   " if picture else ""
-    terminal.print(f"{drawn}data: {out / side_by_side.DATA}", soft_wrap=True)
+    drawn = f"picture: {out / PICTURE}   " if picture else ""
+    terminal.print(f"{drawn}data: {out / DATA}", soft_wrap=True)
     raise Exit(code)
 
 
@@ -99,6 +109,79 @@ def _sort_out(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
     if at == len(words):
         raise BadInput("no program: a file that ends with .py, or -m MODULE, must follow the job files")
     return confs, words[at], list(words[at + 1 :])
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedJob:
+    """One of the jobs: its job file, and its label in table and picture."""
+
+    conf: str
+    label: str
+    job: Job
+    topology: Topology
+
+
+def entries(jobs: Sequence[tuple[str, Job]], out: Path) -> list[ComparedJob]:
+    """Return the jobs by (conf path, job), each with a workspace below `out`.
+
+    The folder has the name of the conf. Raises ConfigError.
+    """
+    found: list[ComparedJob] = []
+    names = _distinct([Path(conf).stem for conf, _ in jobs])
+    layouts = [layout(job.cluster) for _, job in jobs]
+    # Without the addition in brackets, such as (asynchronous): a label in the picture must be short.
+    kinds = [topology.framework.split(" (")[0] for topology in layouts]
+    for (conf, job), name, topology, kind in zip(jobs, names, layouts, kinds, strict=True):
+        label = kind if kinds.count(kind) == 1 else f"{kind} ({name})"
+        cluster = replace(job.cluster, workspace=str(out / name))
+        found.append(ComparedJob(conf, label, replace(job, cluster=cluster), topology))
+    return found
+
+
+def collect(
+    results: "Iterable[tuple[ComparedJob, JobResult]]", out: Path, picture: bool = True
+) -> tuple[int, list[dict[str, Any]]]:
+    """Collect the results of jobs in order.
+
+    The data are written to `out`, and the picture if asked for.
+    Returns the first exit code that is not 0, and the rows. Raises OSError if `out` is not a folder.
+    The picture needs matplotlib.
+    """
+    make_folder(out)
+    rows: list[dict[str, Any]] = []
+    for entry, result in results:
+        rows.append(_row(entry, result))
+        # After its row: the data of the jobs so far is still written.
+        if result.outcome.code in INTERRUPTED:
+            break
+    # After hours of training the table must be shown, even where the disk is full.
+    with complaining_of(out / DATA):
+        write_text(out / DATA, json.dumps({"jobs": rows}, indent=2) + "\n")
+    if picture:
+        curves = {str(row["label"]): row["curve"] for row in rows if row["curve"]}
+        with complaining_of(out / PICTURE):
+            from topotrain.tools.monitor.loss_curves import draw
+
+            draw(curves, out / PICTURE, "training loss over time")
+    return next((int(row["code"]) for row in rows if row["code"]), 0), rows
+
+
+def _row(entry: ComparedJob, result: "JobResult") -> dict[str, Any]:
+    data = result.report.as_data(result.outcome)
+    return {"label": entry.label, "conf": entry.conf, **data, "curve": result.report.curve()}
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return distinct names, by adding numbers to repeated ones."""
+    taken: list[str] = []
+    # Two files of one name in different folders must not share a workspace.
+    for name in names:
+        number, free = 1, name
+        while free in taken:
+            number += 1
+            free = f"{name}-{number}"
+        taken.append(free)
+    return taken
 
 
 def check(

@@ -18,7 +18,7 @@ from topotrain.config.private_files import make_folder, open_file, open_for_read
 from topotrain.config.python_module import find_module, module_of
 from topotrain.launch import FORKSERVER_VARIABLE
 from topotrain.tools import amounts
-from topotrain.tools.monitor.monitored_run import complain, say
+from topotrain.tools.monitor.terminal import complain, say
 
 if TYPE_CHECKING:
     from topotrain.tools.exporters.job_exports import JobExports

@@ -108,11 +108,11 @@ def _seen(job: Job, inputs: Sequence[str], measure: bool) -> "tuple[PlannedSchem
 
 def _drawable(file: Path | None) -> None:
     """Check before the script runs that a picture can be drawn."""
-    from topotrain.tools.monitor import loss_plot
+    from topotrain.tools.monitor import loss_curves
 
     if file is not None:
-        if file.suffix not in loss_plot.ENDINGS:
-            raise BadInput(f"--plot {file}: must end with {', '.join(loss_plot.ENDINGS)}")
-        if not loss_plot.available():
-            raise BadInput(loss_plot.MISSING)
+        if file.suffix not in loss_curves.ENDINGS:
+            raise BadInput(f"--plot {file}: must end with {', '.join(loss_curves.ENDINGS)}")
+        if not loss_curves.available():
+            raise BadInput(loss_curves.MISSING)
         check_writable("--plot", file)

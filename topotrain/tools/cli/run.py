@@ -12,8 +12,8 @@ from topotrain.config.job import ConfigError, Job
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job
 from topotrain.tools.cli.watch import HOST, WatchHost, WatchPort, watched
-from topotrain.tools.monitor.monitored_run import complain, say, show, show_trace, train
-from topotrain.tools.monitor.progress.progress_line import progress_line
+from topotrain.tools.monitor.monitored_run import show, show_trace, train
+from topotrain.tools.monitor.terminal import complain, progress_line, say
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology

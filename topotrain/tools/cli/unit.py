@@ -17,7 +17,8 @@ from topotrain.config.job import Job
 from topotrain.config.topology import validate
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import CommandFailed, check_writable, job_file, load_job
-from topotrain.tools.monitor.monitored_run import complain, display, say, show
+from topotrain.tools.monitor.monitored_run import display, show
+from topotrain.tools.monitor.terminal import complain, say
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -97,12 +98,12 @@ def unit(
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
         from topotrain.launch.multinode.node import Node
-        from topotrain.tools.monitor.rendezvous_line import rendezvous_line
+        from topotrain.tools.monitor.job_monitor import rendezvous_notice
         from topotrain.tools.recording.job_recorder import JobRecorder
 
         recorder = stack.enter_context(JobRecorder(detailed=exports is not None))
         window = _Window(start.rank, quiet, as_json, recorder, exports)
-        notice = rendezvous_line(start.rank, start.nprocs)
+        notice = rendezvous_notice(start.rank, start.nprocs)
         node = Node(start, job, window.watching, forkserver=forkserver, notice=notice, shared=shared, watch=recorder)
         try:
             ended = node.run()

@@ -9,7 +9,7 @@ from typer import Argument, BadParameter, Exit, Option
 
 from topotrain.tools.cli import jobs
 from topotrain.tools.cli.job_arguments import AsJson, BadInput, check_writable, writing
-from topotrain.tools.monitor.monitored_run import say
+from topotrain.tools.monitor.terminal import say
 
 if TYPE_CHECKING:
     from topotrain.tools.recording.job_recorder import JobRecorder

@@ -51,7 +51,7 @@ from topotrain.tools.http_server import (
     listen,
     plain_text,
 )
-from topotrain.tools.monitor.monitored_run import say
+from topotrain.tools.monitor.terminal import say
 from topotrain.tools.recording.job_history import HistorySource, JobHistory
 
 HEADERS: Mapping[str, str] = {

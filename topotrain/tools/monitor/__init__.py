@@ -2,8 +2,7 @@
 
 Each takes the events of `core/events.py`, one call per event, and changes nothing in the job.
 
-* `progress_display` and `progress/` show the job while it runs.
+* `progress_display` shows the job while it runs.
 * `job_report` adds it up.
-* `result_tables` and `loss_plot` show results.
-* `compare_jobs` runs several jobs.
+* `result_tables` and `loss_curves` show results.
 """

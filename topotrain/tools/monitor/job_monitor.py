@@ -1,12 +1,15 @@
-"""The one listener of a job's events in its launcher."""
+"""The one listener of a job's events in its launcher, and the notice of a unit that waits for others."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from topotrain.core.events import Event, Saved
 from topotrain.launch import EventListener
+from topotrain.launch.multinode.node_rendezvous import RendezvousNotice
 from topotrain.launch.runtime.event_records import record
 from topotrain.tools.monitor.job_report import Report
 from topotrain.tools.monitor.progress_display import QuietProgress
+from topotrain.tools.monitor.terminal import ProgressLine, redraws
 from topotrain.tools.recording.job_recorder import JobRecorder
 
 if TYPE_CHECKING:
@@ -59,3 +62,22 @@ class JobMonitor:
             self._recorder(each)
             if self._listener is not None:
                 self._listener(each)
+
+
+class LiveRendezvousNotice(RendezvousNotice):
+    """Shows the wait in one line, which the next one replaces."""
+
+    def __init__(self, rank: int, nprocs: int) -> None:
+        super().__init__(rank, nprocs)
+        self._line = ProgressLine(late_s=1.0)
+
+    def show(self, text: str, now: float) -> None:
+        self._line.show(text)
+
+    def end(self) -> None:
+        self._line.end()
+
+
+def rendezvous_notice(rank: int, nprocs: int) -> RendezvousNotice:
+    """Return the notice for stderr: a line in place on a terminal, lines elsewhere."""
+    return (LiveRendezvousNotice if redraws(sys.stderr) else RendezvousNotice)(rank, nprocs)

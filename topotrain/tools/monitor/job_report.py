@@ -41,9 +41,8 @@ from topotrain.core.events import (
     Tested,
 )
 from topotrain.launch import JobOutcome
-from topotrain.tools.monitor.progress.process_states import ProcessStates
-from topotrain.tools.monitor.progress.process_tally import Point, ProcessCounts, ProcessTally, mean_point
-from topotrain.tools.monitor.round_report import round_report
+from topotrain.tools.monitor.loss_curves import Point, merge
+from topotrain.tools.monitor.process_tally import ProcessCounts, ProcessStates, ProcessTally, round_report
 from topotrain.tools.monitor.stragglers import Straggler, stragglers
 from topotrain.tools.recording.event_stories import moved
 from topotrain.tools.recording.job_summary import finite
@@ -53,25 +52,6 @@ _KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resiz
 """Events of which the report needs each one."""
 _E = TypeVar("_E", bound=Event)
 _MOST_SKIPS = 100  # step numbers kept of each worker
-
-
-def merge(curves: Sequence[Sequence[Point]], bins: int = 60) -> list[Point]:
-    """Merge several curves into one, as means per time bin. Empty bins are left out."""
-    curves = [curve for curve in curves if curve]
-    if not curves:
-        return []
-    end = max(curve[-1][0] for curve in curves)
-    # No more than an average curve has points, so that a short run is shown step by step.
-    bins = max(1, min(bins, sum(map(len, curves)) // len(curves)))
-    means: list[list[Point]] = [[] for _ in range(bins)]
-    for curve in curves:
-        inside: dict[int, list[Point]] = {}
-        for point in curve:
-            inside.setdefault(min(int(point[0] / end * bins), bins - 1) if end > 0 else 0, []).append(point)
-        for index, points in inside.items():
-            # Each curve counts once in a bin, also one of a worker with more steps.
-            means[index].append(mean_point(points))
-    return [mean_point(points) for points in means if points]
 
 
 @dataclass(slots=True)
@@ -176,7 +156,7 @@ class Report:
         """Return the loss over time (seconds since the first step)."""
         groups = range(self.topology.worker_groups)
         tallies = self._tallies
-        by_group = [[tallies[str(w)].curve.points for w in self.topology.workers(g)] for g in groups]
+        by_group = [[tallies[str(w)].curve for w in self.topology.workers(g)] for g in groups]
         # Groups step at a pace of their own, so each counts once per bin, however many of its workers report.
         return merge([merge(curves, bins) for curves in by_group], bins)
 

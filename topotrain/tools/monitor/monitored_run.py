@@ -1,12 +1,8 @@
-"""A local run of a job with its displays and its report.
-
-stdout is for the program, or for JSON where the user asks for it. Everything else goes to stderr.
-"""
+"""A local run of a job with its displays and its report."""
 
 import json
 import signal
 import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from topotrain.config.job import Job
-from topotrain.config.plain_text import printable
+from topotrain.tools.monitor.terminal import complain, complaining_of, console
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
@@ -103,9 +99,7 @@ def display(
     quiet, as_json: as for `train`. hidden: no progress is shown, in a process that is not the main one.
     """
     from topotrain.launch.console_output import out_of, outlet
-    from topotrain.tools.monitor.progress.live_table import progress
-    from topotrain.tools.monitor.progress_display import checked
-    from topotrain.tools.monitor.result_tables import console
+    from topotrain.tools.monitor.progress_display import progress
 
     terminal = console(stderr=True)
     # On a terminal the program's lines must go through the live table; elsewhere stdout stays stdout.
@@ -113,14 +107,13 @@ def display(
     with (
         outlet(terminal, f"{report.job.workspace}/logs") as made,
         progress(report, terminal, quiet or hidden, out_of(made, chatty)) as shown,
-        checked(shown),
     ):
         yield shown, made
 
 
 def show(result: "JobResult", quiet: bool, as_json: bool, report: Path | None) -> None:
     """Show the results of a job: as data where the user asks for it, and as a line."""
-    from topotrain.tools.monitor.result_tables import console, summary
+    from topotrain.tools.monitor.result_tables import summary
 
     data = result.report.as_data(result.outcome)
     text = json.dumps(data, indent=2)
@@ -142,7 +135,7 @@ def show_trace(job: Job, quiet: bool) -> None:
     """Write the trace of the profiled step, and show its time by phase."""
     from topotrain.launch.agent.workspace import SPANS
     from topotrain.tools.monitor import trace_export
-    from topotrain.tools.monitor.result_tables import console, phases
+    from topotrain.tools.monitor.result_tables import phases
 
     workspace = Path(job.workspace)
     processes = trace_export.collect(workspace / "run" / SPANS)
@@ -158,24 +151,3 @@ def show_trace(job: Job, quiet: bool) -> None:
         terminal = console(stderr=True)
         terminal.print(phases(trace_export.shares(processes)))
         terminal.print(f"trace: {workspace / trace_export.FILE}   open it at https://ui.perfetto.dev", soft_wrap=True)
-
-
-@contextmanager
-def complaining_of(path: Path) -> Iterator[None]:
-    """Print one line if writing the file fails, so that other results are still shown."""
-    try:
-        yield
-    except OSError as error:
-        complain(f"{path}: cannot be written ({error.strerror})")
-
-
-def say(text: str) -> None:
-    print(f"topotrain: {text}", file=sys.stderr, flush=True)
-
-
-def complain(text: str) -> None:
-    """Print an error to stderr, in one block."""
-    # A part of the text may come from another process or a file.
-    first, *rest = printable(text, keep="\t\n").rstrip().splitlines() or [""]
-    lines = [f"topotrain: error: {first}", *textwrap.indent("\n".join(rest), "  ").splitlines()]
-    print("\n".join(lines), file=sys.stderr, flush=True)

@@ -3,33 +3,19 @@
 Numbers are rounded for readability. The JSON has the exact numbers.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from topotrain.core.profiling.spans import PHASES
-from topotrain.tools.monitor.live_terminal import redraws
-from topotrain.tools.monitor.loss_bars import bars, common_loss, seconds_to
-from topotrain.tools.monitor.progress.process_tally import Point
+from topotrain.tools.monitor.loss_curves import Point, bars, common_loss, seconds_to
 from topotrain.tools.monitor.trace_export import ProcessShare
 
 MB = 1_000_000
-FULL_WIDTH = 160
-
-
-def console(stderr: bool = False) -> Console:
-    """Return a console that cuts no table in a file or a pipe, nor redraws there."""
-    if redraws(sys.stderr if stderr else sys.stdout):
-        return Console(stderr=stderr, highlight=False)
-    # rich would follow FORCE_COLOR into a pipe, and would make HTML in a notebook. It assumes 80 columns elsewhere, and
-    # would cut a table in a log.
-    return Console(stderr=stderr, highlight=False, width=FULL_WIDTH, force_terminal=False, force_jupyter=False)
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> Table:

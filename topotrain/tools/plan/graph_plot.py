@@ -10,7 +10,7 @@ from topotrain.parallel.estimate.cost_report import CostReport
 from topotrain.parallel.estimate.fake_run import refs
 from topotrain.parallel.program.segments import LayoutSegment, stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind
-from topotrain.tools.monitor.loss_plot import COLORS
+from topotrain.tools.monitor.loss_curves import COLORS
 from topotrain.tools.plan.graph_report import amount
 
 # The color of each layout. The text in the boxes gives the layout, too, for readers without color vision.
@@ -24,7 +24,7 @@ _HALF = 0.36
 
 
 def draw(bill: CostReport, path: Path, title: str = "the cut graph") -> None:
-    """Write a picture to `path`, which must end with one of `loss_plot.ENDINGS`.
+    """Write a picture to `path`, which must end with one of `loss_curves.ENDINGS`.
 
     Raises ImportError without matplotlib, and OSError where the file cannot be written.
     """

@@ -19,7 +19,7 @@ from topotrain.config.topology import layout
 from topotrain.launch.agent.worker_threads import allowed_cores, worker_threads
 from topotrain.parallel.estimate.memory_check import memory_limits
 from topotrain.tools.diagnostics.environment_report import processor_name
-from topotrain.tools.monitor.progress.progress_line import ProgressLine
+from topotrain.tools.monitor.terminal import ProgressLine
 from topotrain.tools.probe.forked_processes import ForkedProcess, ForkedProcesses, ProcessEnded
 from topotrain.tools.probe.probe_file import VERSION, Machine, Probe, ProbedParameter, parse_probe
 from topotrain.tools.probe.small_job import run_small_job

@@ -15,8 +15,7 @@ from topotrain.launch import JobWatch
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.job_summary import compacted
-from topotrain.tools.recording.recorded_layout import layout_data
-from topotrain.tools.recording.recorded_lines import RecordingHeader
+from topotrain.tools.recording.recorded_lines import RecordingHeader, layout_data
 from topotrain.tools.recording.recording_file import FILE, RecordingWriter
 
 

@@ -32,7 +32,7 @@ from topotrain.core.events import (
 )
 from topotrain.tools.recording.history_series import StateTrack
 from topotrain.tools.recording.process_figures import RateWindow, ServerFigures, WorkerFigures
-from topotrain.tools.recording.recorded_layout import residents
+from topotrain.tools.recording.recorded_lines import residents
 
 _ENDED = {"finished": "finished", "away": "away"}
 

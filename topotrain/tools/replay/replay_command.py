@@ -27,7 +27,8 @@ from topotrain.tools.cli.job_arguments import (
     completion,
     writing,
 )
-from topotrain.tools.monitor.monitored_run import say, train
+from topotrain.tools.monitor.monitored_run import train
+from topotrain.tools.monitor.terminal import say
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,7 @@ from topotrain.config.job import Job
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, load_job, writing
 from topotrain.tools.cli.performance.predict_command import Cores, LinkOption, Memory, Mtbf
-from topotrain.tools.monitor.monitored_run import say
-from topotrain.tools.monitor.progress.progress_line import progress_line
+from topotrain.tools.monitor.terminal import progress_line, say
 
 if TYPE_CHECKING:
     from topotrain.tools.advice.advice import Advice

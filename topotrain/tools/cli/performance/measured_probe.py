@@ -5,8 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from topotrain.tools.monitor.monitored_run import say
-from topotrain.tools.monitor.progress.progress_line import progress_line
+from topotrain.tools.monitor.terminal import progress_line, say
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe

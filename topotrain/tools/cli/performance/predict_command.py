@@ -8,8 +8,7 @@ from typer import Option
 from topotrain.config.job import ConfigError
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import check_writable, load_job, with_link, writing
-from topotrain.tools.monitor.monitored_run import say
-from topotrain.tools.monitor.progress.progress_line import progress_line
+from topotrain.tools.monitor.terminal import progress_line, say
 
 _MOST_SEED = 2**32 - 1
 _LATE_S = 3.0

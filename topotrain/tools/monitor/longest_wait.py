@@ -13,8 +13,6 @@ from topotrain.tools.recording.process_table import ProcessPhase, ProcessTrack
 
 QUIET_S = 2.0
 """Seconds without a step after which a training job waits for something. Workers report steps four times a second."""
-FIRST_S, REPEAT_S = 10.0, 60.0
-"""Seconds of a wait before the first plain line about it, and between later ones."""
 _NAMED = 2
 
 
@@ -54,21 +52,6 @@ def longest(states: Sequence[ProcessTrack], cluster: Cluster, now: float) -> Lon
         if found:
             return _wait(found, now, what)
     return _step(workers, cluster, now) if workers else None
-
-
-class WaitLines:
-    """Chooses the waits with a plain line: after FIRST_S, and every REPEAT_S."""
-
-    def __init__(self) -> None:
-        self._what, self._next = "", 0.0
-
-    def due(self, wait: LongestWait | None, now: float) -> str:
-        """Return the line that is due; "" for none."""
-        # A job with steps of half a minute waits in each of them, which is worth a line a minute.
-        if wait is None or wait.seconds < FIRST_S or (wait.what == self._what and now < self._next):
-            return ""
-        self._what, self._next = wait.what, now + REPEAT_S
-        return wait.words()
 
 
 def _step(workers: Sequence[ProcessTrack], cluster: Cluster, now: float) -> LongestWait | None:

@@ -1,0 +1,186 @@
+"""What the report keeps of a job's processes: their states, their counters, and rounds."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from topotrain.config.topology import Topology
+from topotrain.core.events import Event, Finished, LocalSteps, Resized, Rounds, StateTaken, StepDone
+from topotrain.launch.recovery.resize import resized_layout
+from topotrain.tools.monitor.loss_curves import Point
+from topotrain.tools.recording.history_series import MOST_POINTS, SeriesPoint, ThinnedSeries
+from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
+from topotrain.tools.recording.recorded_lines import layout_data
+
+
+class ProcessStates(ProcessTable):
+    """Follows the processes of a topology, also where a resize changes it.
+
+    Args:
+        topology: the layout of the job.
+        now: the time.
+    """
+
+    def __init__(self, topology: Topology, now: float) -> None:
+        super().__init__()
+        self._lay_out(topology, now)
+
+    def _lay_out(self, topology: Topology, now: float) -> None:
+        self.topology = topology
+        self.use(layout_data(topology), now)
+
+    def shown(self) -> Sequence[ProcessTrack]:
+        """Return the processes, without servers that have no process of their own."""
+        return [process for process in self.all() if not (process.is_server and self.servers_in_workers)]
+
+    def workers(self) -> Sequence[ProcessTrack]:
+        return [process for process in self.all() if not process.is_server]
+
+    def on_event(self, event: Event, now: float) -> Collection[ProcessTrack]:
+        if isinstance(event, Resized):
+            self._lay_out(resized_layout(self.topology, event.workers), now)
+        return super().on_event(event, now)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessCounts:
+    """The counters of a resident.
+
+    stale: the sum of the staleness of all steps. late: the steps of backup workers without it.
+    made, lost, waited_s: the steps between rounds, those of them that are in no round, and seconds of waits for rounds.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    bytes_out: int = 0
+    bytes_in: int = 0
+    bytes_link: int = 0
+    stale: float = 0.0
+    staleness_max: int = 0
+    time: float = 0.0
+    late: int = 0
+    made: int = 0
+    lost: float = 0.0
+    waited_s: float = 0.0
+
+    def and_then(self, more: "ProcessCounts") -> "ProcessCounts":
+        both = {name: getattr(self, name) + getattr(more, name) for name in _COUNTERS}
+        most = max(self.staleness_max, more.staleness_max)
+        # Not the sum of both: a restarted process reports the steps of its group, with those of former processes.
+        return ProcessCounts(**both | {"staleness_max": most, "steps": more.steps or self.steps})
+
+
+_COUNTERS = tuple(f.name for f in fields(ProcessCounts))
+
+
+@dataclass(slots=True)
+class ProcessTally:
+    """The counters of a resident, of its present process and the former ones."""
+
+    pid: int | None = None
+    before: ProcessCounts = ProcessCounts()
+    last: StepDone | Finished | None = None
+    """The last event of the present process."""
+    time: float = 0.0
+    """Seconds of the present process since its first step."""
+    local: LocalSteps | None = None
+    """The steps between rounds of the present process."""
+    trains_alone: bool = False
+    """It has reported such steps."""
+    _losses: ThinnedSeries = field(default_factory=ThinnedSeries)
+
+    @property
+    def step(self) -> int:
+        """The last step of the present process."""
+        return 0 if self.last is None else self.last.step if isinstance(self.last, StepDone) else self.last.steps
+
+    @property
+    def curve(self) -> list[Point]:
+        return [(point.at, point.value) for point in self._losses.since(-1) if point.value is not None]
+
+    @property
+    def whole(self) -> ProcessCounts:
+        # Not added up event by event: jobs have hundreds of processes, which report four times a second.
+        return self.before.and_then(self._now())
+
+    def _now(self) -> ProcessCounts:
+        last, local, now = self.last, self.local, ProcessCounts()
+        if local is not None:
+            # A worker tells all its steps before its end: pending ones are those of a process that came to no end.
+            now = ProcessCounts(made=local.made, lost=local.pending + local.dropped, waited_s=local.waited_s)
+        if last is None:
+            return now
+        # The mean is over the steps of this process, and `step` includes those of former ones.
+        stale = last.staleness_mean * max(0, self.step - self.before.steps)
+        traffic = {"bytes_out": last.bytes_out, "bytes_in": last.bytes_in, "bytes_link": last.bytes_link}
+        counts = {"steps": self.step, "samples": last.samples, "staleness_max": last.staleness_max, "late": last.late}
+        return replace(now, stale=stale, time=self.time, **traffic, **counts)
+
+    def take(self, pid: int | None, event: Event) -> None:
+        """Take the counters of an event; pid: of the present process, if it is known."""
+        if pid is not None and pid != self.pid:
+            if self.pid is not None:
+                # A new process counts from 0 again.
+                self.before, self.last, self.time, self.local = self.whole, None, 0.0, None
+            self.pid = pid
+        match event:
+            case LocalSteps():
+                self.local, self.trains_alone = event, True
+            case Finished():
+                self.last = event
+            case StepDone(time=time, loss=loss):
+                self.last, self.time = event, time
+                if loss is not None and math.isfinite(loss):  # else every mean would not be finite
+                    self._losses.add(SeriesPoint(0, self.before.time + time, 0, loss), MOST_POINTS)
+            case _:
+                pass
+
+
+def round_report(
+    rounds: Rounds | None, taken: Sequence[StateTaken], tallies: Mapping[str, ProcessTally]
+) -> dict[str, Any] | None:
+    """Return the figures of rounds and workers; None: there is no outer optimizer.
+
+    rounds: the last event about them. taken: all states that were taken from another group, or were not.
+    """
+    alone = {who: tallies[who].whole for who in sorted(tallies) if tallies[who].trains_alone}
+    if rounds is None and not alone:
+        return None
+    return {
+        **_of_rounds(rounds),
+        "lost_steps": sum(counts.lost for counts in alone.values()),
+        "states_taken": sum(each.whole for each in taken),
+        "states_missed": sum(not each.whole for each in taken),
+        "workers": [
+            {
+                "who": who,
+                "steps": counts.made,
+                "lost_steps": counts.lost,
+                "waited_s": counts.waited_s,
+                "bytes_out": counts.bytes_out,
+                "bytes_in": counts.bytes_in,
+            }
+            for who, counts in alone.items()
+        ],
+    }
+
+
+def _of_rounds(found: Rounds | None) -> dict[str, Any]:
+    if found is None:  # the job failed before its first round was reported
+        found = Rounds("", {}, 0.0, 0, ())
+    members = {int(count): rounds for count, rounds in found.members.items()}
+    rounds = sum(members.values())
+    return {
+        "count": rounds,
+        "members": {str(count): members[count] for count in sorted(members)},
+        "members_mean": sum(count * made for count, made in members.items()) / rounds if rounds else None,
+        "age_mean": found.age_mean,
+        "age_max": found.age_max,
+        "last": [_round(line) for line in found.last],
+    }
+
+
+def _round(line: str) -> dict[str, Any]:
+    fragment, number, *groups = map(int, line.split())
+    return {"fragment": fragment, "number": number, "groups": groups}

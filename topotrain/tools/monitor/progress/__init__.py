@@ -1,1 +1,0 @@
-"""The processes of a running job, and its displays. `live_table` chooses one."""
