@@ -35,7 +35,7 @@ LAYOUTS = {
 
 FOUND = {
     "downpour of pairs": (6,),
-    "downpour on three shards": (7,),
+    "downpour on three shards": (7, 39),
     "hogwild": (11,),
     "hogwild of pairs": (35,),
     "two with a bound": (10,),
