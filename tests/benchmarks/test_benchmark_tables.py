@@ -20,7 +20,7 @@ from benchmarks.predictions import (
 )
 from benchmarks.record import RESULTS, load
 from benchmarks.sides import cluster, refusal
-from topotrain.tools.prediction import measured_errors
+from topotrain.tools.prediction import rehearsable
 
 
 def test_every_conf_is_taken() -> None:
@@ -80,7 +80,7 @@ def test_the_product_expects_the_errors_of_the_table() -> None:
     assert sum(map(len, errors.values())) == len(HELD_OUT)
     for kind, its in errors.items():
         # In whole percents; the table has rounded both figures.
-        assert getattr(measured_errors, kind) == pytest.approx(nine_of_ten(its), abs=0.011), kind
+        assert getattr(rehearsable, kind) == pytest.approx(nine_of_ten(its), abs=0.011), kind
 
 
 def test_errors_and_regret() -> None:

@@ -7,7 +7,6 @@ from topotrain.config.job_file import dumps
 from topotrain.tools.advice.advice import Advice, Rehearsed
 from topotrain.tools.advice.candidate import LeftOut
 from topotrain.tools.plan.layout_plan import MB, columns
-from topotrain.tools.prediction.measured_errors import error_in_words
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
 from topotrain.tools.prediction.speed_bounds import SpeedBound
 
@@ -92,7 +91,10 @@ def _conditions(one: Rehearsed) -> list[str]:
 
 def speed(one: Rehearsed) -> str:
     """Return the predicted speed with its error."""
-    return f"{one.samples_per_s:,.0f} samples/s {error_in_words(one.prediction.error)}"
+    error = one.prediction.error
+    return f"{one.samples_per_s:,.0f} samples/s " + (
+        "(error not measured)" if error is None else f"± {error * 100:.0f} %"
+    )
 
 
 def job_text(advice: Advice) -> str:

@@ -14,8 +14,7 @@ from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import Prediction
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, check, planned_memory, processes_of
 from topotrain.tools.prediction.rehearsal import Rehearsal, Stepped
-from topotrain.tools.prediction.rehearsal_result import RehearsalResult
-from topotrain.tools.prediction.rehearsed.rehearsed_worker import optimizer_class
+from topotrain.tools.prediction.rehearsed_worker import optimizer_class
 from topotrain.tools.prediction.speed_bounds import speed_bound
 from topotrain.tools.probe.probe_file import Probe
 
@@ -58,7 +57,8 @@ def predict(
         raise ConfigError("workers and servers", processes_of(topology), accepted)
     with _enough_memory():
         rehearsal = Rehearsal(job, topology, probe, machines, seed, trace is not None, stepped)
-        predicted = RehearsalResult(rehearsal.run()).prediction(memory)
+        rehearsal.run()
+        predicted = rehearsal.prediction(memory)
     if trace is not None:
         _write_trace(rehearsal, trace)
     return predicted

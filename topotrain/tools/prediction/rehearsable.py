@@ -1,9 +1,13 @@
-"""Which jobs can be rehearsed, their memory, and whether they change updates."""
+"""Which jobs can be rehearsed, their memory, whether they change updates, and the error to expect.
+
+`python -m benchmarks.predictions --held-out` predicts forty jobs on which nothing in the product was tuned, runs them,
+and compares the time of a step. All have two workers, on the probed machine. docs/prediction.md has the summary.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
 
-from topotrain.config.job import Agreement, Compression, ConfigError, Job
+from topotrain.config.job import Agreement, Compression, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Topology
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.tools.prediction.machines import Machines
@@ -12,6 +16,9 @@ from topotrain.tools.probe.probe_file import Probe
 
 MOST_PROCESSES = 64
 """Workers and servers that are rehearsed each for itself."""
+MEASURED_WORKERS = 2
+SHARED_MEMORY, TCP, LINK, STRAGGLER = 0.37, 0.24, 0.21, 0.43
+"""The error within which nine of ten of the held-out jobs are, by what is between their processes."""
 
 
 def processes_of(topology: Topology) -> int:
@@ -65,3 +72,18 @@ def changes(job: Job) -> tuple[str, ...]:
         "drops late gradients": cluster.backup > 0,
     }
     return tuple(text for text, holds in conditions.items() if holds)
+
+
+def expected_error(job: Job, machines: Machines, topology: Topology, probed_cores: int) -> float | None:
+    """Return the relative error to expect of a step; None: it was not measured.
+
+    0.2 is a fifth more or less.
+    """
+    workers = topology.worker_groups * topology.workers_per_group
+    if workers != MEASURED_WORKERS or machines.cores not in (None, probed_cores):
+        return None
+    if any(times > 1 for times in machines.stragglers.values()):
+        return STRAGGLER
+    if machines.hosts > 1 or machines.link is not None:
+        return LINK
+    return TCP if job.cluster.transport is TransportChoice.kTcp else SHARED_MEMORY

@@ -5,9 +5,11 @@ Replies, their order and which process waits for which come from the product's c
 clock and the script's computing are simulated.
 """
 
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import fmean, median
 
 from topotrain.config.job import Compression, ConfigError, Job, TransportChoice
 from topotrain.config.topology import Address, Role, Topology
@@ -17,13 +19,23 @@ from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.server_composition import make_server
+from topotrain.tools.prediction.counted_operations import WorkMeter
+from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.rehearsable import MOST_PROCESSES
-from topotrain.tools.prediction.rehearsed.counted_operations import WorkMeter
-from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, VirtualClock
-from topotrain.tools.prediction.rehearsed.rehearsed_network import Hosts, RehearsedTransport
-from topotrain.tools.prediction.rehearsed.rehearsed_worker import RehearsedWorker
+from topotrain.tools.prediction.message_records import MessageRecords
+from topotrain.tools.prediction.prediction import (
+    BusyResource,
+    LinkLoad,
+    Prediction,
+    ProcessMemory,
+    Staleness,
+    StepParts,
+    Wait,
+)
+from topotrain.tools.prediction.process_work import ProcessWork, VirtualClock
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, changes, expected_error, processes_of
+from topotrain.tools.prediction.rehearsed_network import Hosts, RehearsedTransport
+from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer
 from topotrain.tools.simulator.sim_network import SimSender, SimulatedTransport, StillRuns
@@ -38,7 +50,7 @@ MOST_TIMES = 4
 A worker that is slower than this by comparison may have made no measured step then.
 """
 _LIMIT_S, _YEAR_S = 1e9, 365.25 * 86400
-
+_SHOWN_WAIT_S = 1e-6
 
 Stepped = Callable[[int, int], None]
 """Is called at each step with the steps of all workers so far, and those after which the rehearsal ends."""
@@ -187,7 +199,7 @@ class Rehearsal(SimCluster):
         ]
         return f"{residents[0] if len(residents) == 1 else f'host {host}'}'s {what}"
 
-    def run(self) -> "Rehearsal":
+    def run(self) -> None:
         """Run until all workers have made their steps, or the job enough of them.
 
         Raises ConfigError where its steps take years.
@@ -200,4 +212,107 @@ class Rehearsal(SimCluster):
         except StillRuns:
             accepted = f"some steps of this job would take more than {_LIMIT_S / _YEAR_S:.0f} years on these machines"
             raise ConfigError("prediction", None, accepted) from None
-        return self
+
+    # --- what it shows ---------------------------------------------------------------------------------------------
+
+    def prediction(self, memory: Sequence[ProcessMemory]) -> Prediction:
+        """Return the prediction, when it has run. Raises ConfigError where failures end the job."""
+        job, topology = self.job, self.topology
+        steps = [record for script in self.scripts for record in self._measured(script)]
+        times = sorted(record.ended - record.begun for record in steps)
+        parts, waits = self._parts(len(steps))
+        begun = max(script.records[0].begun for script in self.scripts if script.records)
+        step_s = median(times)
+        return Prediction(
+            framework=topology.framework,
+            processes=processes_of(topology),
+            step_s=step_s,
+            step_p95_s=quantile(times, 0.95),
+            samples_per_s=sum(script.samples * self._rate(script, step_s) for script in self.scripts),
+            parts=parts,
+            waits=waits,
+            busiest=self._busiest(),
+            links=tuple(self._links(len(steps))),
+            memory=tuple(memory),
+            staleness=_staleness(steps),
+            start_s=self.probe.start_s + begun,
+            goodput=goodput(job, topology, self.machines, self.probe, step_s),
+            error=expected_error(job, self.machines, topology, self.probe.machine.cores),
+            same_as_one_process=not changes(job),
+            seed=self.sim.seed,
+        )
+
+    def _measured(self, script: RehearsedWorker) -> Sequence[StepRecord]:
+        return script.records[self.measured.start :]
+
+    def _counted(self, script: RehearsedWorker) -> Sequence[StepRecord]:
+        """Return the steps of a worker that count for its rates: of a slow one all but its first one."""
+        return self._measured(script) or script.records[1:]
+
+    def _rate(self, script: RehearsedWorker, usual_s: float) -> float:
+        """Return the steps of a worker per second that count. usual_s: of a step of all workers."""
+        counted = self._counted(script)
+        if counted:
+            return sum(not record.late for record in counted) / (counted[-1].ended - counted[0].begun)
+        # Too slow for a step in all of the rehearsal: by arithmetic, and as long as the slowest worker of its group.
+        group = [each for each in self.scripts if each.me.group == script.me.group]
+        return 1.0 / (usual_s + max(each.extra_s for each in group))
+
+    def _parts(self, count: int) -> tuple[StepParts, tuple[Wait, ...]]:
+        """Return the parts of a step, and the waits, as means over so many steps."""
+        spent: dict[str, float] = defaultdict(float)
+        waited: dict[Address, float] = defaultdict(float)
+        for script in self.scripts:
+            for record in self._measured(script):
+                exchange = self.messages.exchange(script.me, record.number) if record.exchanged else ()
+                at = record.begun
+                for part, moment, who in (
+                    ("compute", record.computed, script.me),
+                    *exchange,
+                    ("pull", record.ended, script.me),
+                ):
+                    # In their order: what was over before takes no time of its own.
+                    until = min(max(at, moment), record.ended)
+                    spent[part] += until - at
+                    if part == "wait":
+                        waited[who] += until - at
+                    at = until
+        parts = StepParts(**{name: spent[name] / count for name in ("compute", "push", "apply", "pull", "wait")})
+        waits = [Wait(str(who), seconds / count) for who, seconds in sorted(waited.items(), key=lambda each: -each[1])]
+        return parts, tuple(wait for wait in waits if wait.seconds > _SHOWN_WAIT_S)
+
+    def _busiest(self) -> tuple[BusyResource, ...]:
+        before, after = self.warm, self.use()
+        assert before is not None
+        seconds = max(after.time - before.time, 1e-12)
+        shares = {name: (busy - before.busy.get(name, 0.0)) / seconds for name, busy in after.busy.items()}
+        ordered = sorted(shares.items(), key=lambda each: -each[1])
+        return tuple(BusyResource(name, min(1.0, share)) for name, share in ordered)
+
+    def _links(self, count: int) -> Iterator[LinkLoad]:
+        messages, mean = self.messages, count / len(self.scripts)
+        begun = self.warm.time if self.warm is not None else 0.0
+        scripts = {script.me: script for script in self.scripts}
+        for me, to in sorted(messages.sizes.keys() | messages.others.keys()):
+            # Of two servers the steps are those of the first worker: they are the same for all, or have no number.
+            worker = next((end for end in (me, to) if end.role is Role.WORKER), self.workers[0])
+            counted = self._counted(scripts[worker])
+            # A worker that makes steps alone exchanges in some of them only.
+            exchanged = {record.number for record in counted if record.exchanged}
+            numbered = [size for step, sizes in messages.sizes[me, to].items() if step in exchanged for size in sizes]
+            rest = [size for time, size in messages.others[me, to] if time >= begun]
+            steps = max(1, len(counted))
+            sent = len(numbered) / steps + len(rest) / mean
+            if sent:
+                nbytes = sum(numbered) / steps + sum(rest) / mean
+                yield LinkLoad(f"{me} > {to}", nbytes, sent, self.hosts.far(me, to))
+
+
+def _staleness(steps: Sequence[StepRecord]) -> Staleness:
+    seen = sorted(float(value) for record in steps for value in record.staleness)
+    return Staleness(fmean(seen), quantile(seen, 0.95), seen[-1]) if seen else Staleness(0.0, 0.0, 0.0)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the value that this share of sorted values does not exceed."""
+    return values[min(len(values) - 1, max(0, round(share * len(values)) - 1))]

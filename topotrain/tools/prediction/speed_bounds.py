@@ -5,7 +5,7 @@ waiting, the work of servers, messages. So a layout is never faster than its bou
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from topotrain.config.job import Compression, Job
@@ -31,18 +31,31 @@ def speed_bound(job: Job, topology: Topology, machines: Machines, probe: Probe) 
     samples = probe.batch.size * (members if job.per_worker_batch else 1)
     computing = [probe.batch.compute_s(-(-samples // members)) * slow for slow in _slowest(topology, machines, probe)]
     bounds = [SpeedBound(sum(samples / seconds for seconds in computing), "computing")]
-    link = machines.link
     # Several server groups with values of their own exchange them seldom.
-    if link is not None and link.bandwidth is not None and not topology.synced:
-        model_s = _exchanged_bytes(job, probe) / (link.bandwidth * 1e6 / 8)
-        pushing = [share * model_s for share in _pushed(topology)]
-        limited = [max(each) for each in zip(computing, pushing, strict=True)]
-        bounds.append(SpeedBound(sum(samples / each for each in limited), "the links of its workers"))
-        for host, copies in _sent_values(topology):
-            total = samples * topology.worker_groups / (copies * model_s)
-            bounds.append(SpeedBound(total, f"the link of host {host}, which has servers"))
+    if machines.link is not None and machines.link.bandwidth is not None and not topology.synced:
+        model_s = _exchanged_bytes(job, probe) / (machines.link.bandwidth * 1e6 / 8)
+        bounds += _link_bounds(topology, samples, computing, model_s)
     # Of equal bounds the first one: the links limit nothing where they are not slower than the computing.
     return min(bounds, key=lambda bound: bound.samples_per_s)
+
+
+def _link_bounds(topology: Topology, samples: int, computing: Sequence[float], model_s: float) -> Iterator[SpeedBound]:
+    """Yield the bounds of links that take so many seconds for the model. computing: of a step of each group."""
+    groups = range(topology.server_groups)
+    served = [Counter(map(topology.host_of, topology.servers(group))) for group in groups]
+    limited, copies = 0.0, Counter[int]()
+    for group, seconds in enumerate(computing):
+        hosts = set(map(topology.host_of, topology.workers(group)))
+        servers = served[topology.server_group_of(group)]
+        pushed = 1.0 - min(servers[host] for host in hosts) / topology.shards
+        limited += samples / max(seconds, pushed * model_s)
+        for host, count in servers.items():
+            copies[host] += count * (len(hosts) - (host in hosts))
+    yield SpeedBound(limited, "the links of its workers")
+    if not topology.implicit and not topology.collective and any(copies.values()):
+        host, most = max(copies.items(), key=lambda each: each[1])
+        total = samples * topology.worker_groups * topology.shards / (most * model_s)
+        yield SpeedBound(total, f"the link of host {host}, which has servers")
 
 
 def _slowest(topology: Topology, machines: Machines, probe: Probe) -> Iterator[float]:
@@ -71,32 +84,3 @@ def _exchanged_bytes(job: Job, probe: Probe) -> float:
         share = min(1.0, cluster.compression_ratio)
     steps = cluster.sync_freq if cluster.outer is not None else max(cluster.n_push, cluster.n_fetch)
     return share * sum(parameter.nbytes for parameter in probe.model if parameter.trainable) / steps
-
-
-def _places(topology: Topology) -> tuple[list[frozenset[int]], list[Counter[int]]]:
-    """Return the hosts of each worker group, and each server group's servers by host."""
-    workers = [frozenset(map(topology.host_of, topology.workers(group))) for group in range(topology.worker_groups)]
-    servers = [Counter(map(topology.host_of, topology.servers(group))) for group in range(topology.server_groups)]
-    return workers, servers
-
-
-def _pushed(topology: Topology) -> Iterator[float]:
-    """Yield for each group the largest share of its gradients that leaves a host."""
-    workers, servers = _places(topology)
-    for group, hosts in enumerate(workers):
-        here = servers[topology.server_group_of(group)]
-        yield 1.0 - min(here[host] for host in hosts) / topology.shards
-
-
-def _sent_values(topology: Topology) -> Iterator[tuple[int, float]]:
-    """Yield the busiest host with servers, and the copies of values that leave it."""
-    if topology.implicit or topology.collective:
-        return
-    workers, servers = _places(topology)
-    copies: Counter[int] = Counter()
-    for group, hosts in enumerate(workers):
-        for host, count in servers[topology.server_group_of(group)].items():
-            copies[host] += count * (len(hosts) - (host in hosts))
-    busiest = max(copies, key=lambda host: copies[host])
-    if copies[busiest]:
-        yield busiest, copies[busiest] / topology.shards

@@ -226,7 +226,11 @@ class SimulatedTransport:
             if target is not None:
                 copied(target, message, view)
             message = replace(message, body=view if target is None else target)
-        resident.handle(me, message)
+        self._hand_over(me, to, message)
+
+    def _hand_over(self, me: Address, to: Address, message: Message) -> None:
+        """Let the receiver handle a message with its body in place."""
+        self._residents[to].handle(me, message)
 
     def _viewable(self, me: Address, to: Address) -> bool:
         """Whether the receiver may read the body in the sender's memory."""

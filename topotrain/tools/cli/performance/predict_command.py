@@ -63,7 +63,6 @@ def predict(
     from topotrain.tools.cli.performance.measured_probe import probe_of
     from topotrain.tools.prediction import predict as predictions
     from topotrain.tools.prediction.machines import parse_machines
-    from topotrain.tools.prediction.prediction_text import prediction_text
     from topotrain.tools.probe.probe_file import load_probe
 
     machines = parse_machines(hosts, link, straggler, memory, mtbf, cores)
@@ -84,4 +83,4 @@ def predict(
             line.show(f"rehearsing: {made:,} steps of all workers, of at most {most:,}")
 
         predicted = predictions.predict(job, found, machines, seed, trace, stepped)
-    print(predicted.to_json() if as_json else prediction_text(predicted))
+    print(predicted.to_json() if as_json else predicted.explain())

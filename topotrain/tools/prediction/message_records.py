@@ -1,6 +1,7 @@
 """Records of the messages of a rehearsal: their sizes, and the moments of each step."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from enum import Enum, auto
 
 from topotrain.config.topology import Address, Role
@@ -66,14 +67,22 @@ class MessageRecords:
             self._times[moment, me, step] = now
             self._there[moment, me.group, step][me] = now
 
-    def time(self, moment: Moment, worker: Address, step: int) -> float:
+    def exchange(self, me: Address, step: int) -> Iterator[tuple[str, float, Address]]:
+        """Yield name, end and process of each part of a worker's exchange; that of a wait is the one it waits for."""
+        rounds = (Moment.PUSHED, Moment.REDUCED, Moment.MEAN), (Moment.COMMITTED, Moment.ANSWERED, None)
+        for sent, left, here in rounds:
+            there = self._there.get((sent, me.group, step))
+            yield "push", self._time(sent, me, step), me
+            if there:
+                who, when = max(there.items(), key=lambda each: each[1])
+                yield "wait", when, who
+            yield "apply", self._time(left, me, step), me
+            if here is not None:
+                yield "pull", self._time(here, me, step), me
+
+    def _time(self, moment: Moment, worker: Address, step: int) -> float:
         """Return when a moment of a worker's step was; 0: it has none."""
         return self._times.get((moment, worker, step), 0.0)
-
-    def last(self, moment: Moment, group: int, step: int) -> tuple[Address, float] | None:
-        """Return the worker of a group that came last to a moment of a step, and when; None: none came."""
-        there = self._there.get((moment, group, step))
-        return max(there.items(), key=lambda each: each[1]) if there else None
 
 
 def _step_of(message: m.Message) -> int | None:

@@ -5,17 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
-from topotrain.comm.transport import Endpoint
 from topotrain.comm.transport.frame import HEADER_BYTES
 from topotrain.config.job import TransportChoice
 from topotrain.config.topology import Address, Role, Topology
 from topotrain.core.protocol import Message, encode
 from topotrain.tools.prediction.host_resources import HostCores, LinkQueue, LinkTime, sharing_on
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.rehearsed.message_records import MessageRecords
-from topotrain.tools.prediction.rehearsed.process_work import ProcessWork, SerialWork
+from topotrain.tools.prediction.message_records import MessageRecords
+from topotrain.tools.prediction.process_work import ProcessWork, SerialWork
 from topotrain.tools.probe.probe_file import Probe, ProbedTransport
 from topotrain.tools.simulator.sim_network import SimulatedTransport, Simulation
 
@@ -92,23 +89,6 @@ class Hosts:
         return self.meters.setdefault((self._topology.host_of(me), direction), LinkTime(link.bandwidth * 1e6 / 8))
 
 
-class CountedEndpoint(Endpoint):
-    """An endpoint of which the operations count as work of its process."""
-
-    def __init__(self, endpoint: Endpoint, work: ProcessWork) -> None:
-        self._endpoint, self._work = endpoint, work
-
-    def place(self, sender: Address, message: Message, viewable: bool) -> torch.Tensor | None:
-        return self._endpoint.place(sender, message, viewable)
-
-    def handle(self, sender: Address, message: Message) -> None:
-        with self._work.meter.counting():
-            self._endpoint.handle(sender, message)
-
-    def lost(self, peer: Address, reason: str) -> None:
-        self._endpoint.lost(peer, reason)
-
-
 class RehearsedTransport(SimulatedTransport):
     """Carries messages with the times that they take."""
 
@@ -122,9 +102,6 @@ class RehearsedTransport(SimulatedTransport):
     ) -> None:
         super().__init__(sim)
         self._sim, self._probe, self._hosts, self._work, self._records = sim, probe, hosts, work, records
-
-    def attach(self, me: Address, resident: Endpoint) -> str:
-        return super().attach(me, CountedEndpoint(resident, self._work[me]))
 
     def _viewable(self, me: Address, to: Address) -> bool:
         return self._hosts.route(me, to).viewable
@@ -153,6 +130,11 @@ class RehearsedTransport(SimulatedTransport):
         serves = self._probe.server_message_s if to.role is Role.SERVER else 0.0
         receives = costs.receive_message_s + nbytes * costs.receive_byte_s
         self._work[to].receive(receives + serves, lambda: self._deliver(me, to, message))
+
+    def _hand_over(self, me: Address, to: Address, message: Message) -> None:
+        # What is done with tensors meanwhile is work of the receiver.
+        with self._work[to].meter.counting():
+            super()._hand_over(me, to, message)
 
 
 def _size(message: Message) -> int:

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from topotrain.core.client.client_context import Waiter
 from topotrain.core.profiling.spans import Clock
+from topotrain.tools.prediction.counted_operations import CountedOperations, WorkMeter
 from topotrain.tools.prediction.host_resources import HostCores
-from topotrain.tools.prediction.rehearsed.counted_operations import CountedOperations, WorkMeter
 from topotrain.tools.simulator.sim_network import Simulation
 
 Action = Callable[[], None]
