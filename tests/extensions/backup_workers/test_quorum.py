@@ -16,9 +16,8 @@ from topotrain.core.client.client_context import StepOutcome
 from topotrain.core.events import Notice
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import NO_REVISION, Commit, Push, StepVote
-from topotrain.core.server.consistency import SHOWS, DecisionLog
+from topotrain.core.server.consistency import DecisionLog
 from topotrain.core.server.gradients.gradient_source import GroupBuffers, SourceSettings, StepError
-from topotrain.core.server.server_extension import StepPolicy
 from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
@@ -28,8 +27,6 @@ from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
 from topotrain.training.step_progress import ProgressReporter
 from topotrain.training.worker_stats import StepBatches, WorkerStats
-
-# --- whom a step waits for -----------------------------------------------------------------------------------------
 
 
 def test_a_step_needs_all_but_the_spare_ones_and_no_worker_that_has_nothing():
@@ -42,60 +39,11 @@ def test_a_step_needs_all_but_the_spare_ones_and_no_worker_that_has_nothing():
     assert quorum.needed == 3
 
 
-def test_who_came_too_late_is_shown_the_values_at_once_and_once():
-    quorum = Quorum(3, 1)
-    assert quorum.ask(2, StepCatchUp(1, -1)) == [(2, 1)]
-    assert quorum.ask(2, StepCatchUp(1, -1)) == []
-    assert quorum.ask(2, StepCatchUp(2, -1)) == [(2, 2)]
-    assert quorum.needed == 2
-
-
-def test_an_epoch_is_over_for_those_who_left_it_who_ended_and_who_are_in_the_next():
-    quorum = Quorum(4, 2)
-    assert quorum.ask(0, StepCatchUp(1, 0)) == []
-    assert quorum.ask(1, StepCatchUp(0, 0)) == []  # left its loop early
-    assert quorum.finish(2) == []
-    assert quorum.needed == 1
-    assert quorum.works(3, 0) == []
-    assert quorum.works(3, 1) == [(0, 1)]
-    assert quorum.needed == 2, "worker 0 goes on, too; worker 1 has not said that it does"
-    assert quorum.works(1, 1) == [] and quorum.needed == 2
-    assert quorum.works(1, 0) == [] and quorum.needed == 2, "said in epoch 0, and heard late"
-
-
-def test_messages_of_an_epoch_that_is_over_wake_no_waiting_worker():
-    quorum = Quorum(2, 1)
-    assert quorum.ask(0, StepCatchUp(1, 3)) == []
-    assert quorum.works(0, 3) == [] and quorum.needed == 1
-    assert quorum.ask(1, StepCatchUp(1, 3)) == [(0, 1), (1, 1)]
-
-
 # --- what the coordinator decides ------------------------------------------------------------------------------------
 
 
 def staged(*members: int, step: int = 0, refused: tuple[int, ...] = ()) -> StepVote:
     return StepVote(0, step, True, 0.0, False, 0, 0, refused, members)
-
-
-class Two(StepPolicy):
-    """The contributions of two workers make a step."""
-
-    def enough(self, members):
-        return len(members) >= 2
-
-
-def test_a_step_is_made_of_what_all_shards_have():
-    log = DecisionLog(2)
-    log.staged(0, staged(0))
-    log.staged(0, staged(0, 1, 2))
-    assert log.ready(StepPolicy()) == []
-    log.staged(1, staged(2, 3))
-    assert log.ready(Two()) == []
-    log.staged(1, staged(1, 2, 3))
-    assert log.ready(Two()) == [(0, 0)]
-    assert log.decide(0, 0).members == (1, 2)
-    log.staged(1, staged(0, 1, 2, 3))
-    assert log.ready(StepPolicy()) == [], "said of a step that is decided"
 
 
 def test_only_a_members_gradient_is_refused():
@@ -104,12 +52,6 @@ def test_only_a_members_gradient_is_refused():
     log.staged(1, staged(0, 1, 2, refused=(2, 3)))
     decision = log.decide(0, 0)
     assert (decision.members, decision.refused) == ((0, 1), (1, 7))
-
-
-def test_values_are_shown_between_two_decisions():
-    log = DecisionLog(1)
-    decision = log.decree(0, 0, SHOWS, (2, 5))
-    assert (decision.change, decision.members, log.since(0)) == (SHOWS, (2, 5), [decision])
 
 
 # --- what a shard adds up --------------------------------------------------------------------------------------------
@@ -240,26 +182,6 @@ def loader(recorder: CallRecorder, index: int = 0) -> ShardedLoader:
     )
     made.resume_with(recorder)
     return made
-
-
-def test_a_draw_is_sent_once_it_can_be_drawn_again():
-    """The others may train on it at once, also if this worker dies."""
-    recorder = CallRecorder()
-    batches = iter(loader(recorder))
-    assert "put_draw" not in recorder.calls
-    next(batches)
-    assert recorder.calls.index("given") < recorder.calls.index("put_draw")
-    assert recorder.calls.count("put_draw") == 1
-
-
-def test_a_batch_is_given_again_until_it_counts():
-    recorder = CallRecorder()
-    given = []
-    for (numbers,) in loader(recorder):
-        given.append(tuple(numbers.tolist()))
-        recorder.verdict = len(given) not in (1, 2, 4)
-    assert given == [(0, 1), (0, 1), (0, 1), (4, 5), (4, 5), (8,)]
-    assert recorder.calls.count("finish_epoch") == 1 and recorder.calls.count("drawn") == 6
 
 
 def test_what_a_script_does_not_wait_to_be_given_again_is_counted_and_told():

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from topotrain.config.job import Grads, Reduce
-from topotrain.config.topology import Address, Role
 from topotrain.core.server.consistency import STATIC
 from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
@@ -106,21 +105,6 @@ def check(cluster: ScriptedCluster, told: Told, workers: int, batches: Callable[
 # --- the sets, by hand ------------------------------------------------------------------------------------------
 
 
-def test_the_late_ones_batch_counts_in_a_later_step():
-    """Worker 2 takes five times as long for its first step. It is done with it (5 s) when the others have done 4."""
-    cluster = ScriptedCluster(group(3, 1), schema=SMALL)
-    told = run(
-        cluster, lambda w: 6, lambda w, attempt: 5.0 + w / 100 if (w, attempt) == (2, 0) else 1.0 + w / 100, ones
-    )
-    check(cluster, told, 3, lambda w: 6)
-    assert told.late[0] == (2, 0)
-    assert [sorted(w for w, _ in told.counted[step]) for step in range(4)] == [[0, 1]] * 4
-    # A step ends with the second of two; who begins in the middle of one is late for it, and then in time.
-    assert (2, 0) in told.counted[min(step for step, pairs in told.counted.items() if 2 in dict(pairs))]
-    last = max(told.counted)
-    assert {w for w, _ in told.counted[last]} == {2}, "it has batches left when the others have none"
-
-
 def numbers(epoch: int, worker: int, number: int) -> list[torch.Tensor]:
     rng = torch.Generator().manual_seed(1000 * epoch + 10 * worker + number)
     return [torch.randn(p.shape, generator=rng) for p in SMALL]
@@ -184,23 +168,6 @@ def test_a_bad_network_changes_which_worker_is_late_and_nothing_else(weather):
 
 
 # --- who is waited for ---------------------------------------------------------------------------------------------
-
-
-def test_a_worker_that_never_comes_is_not_waited_for():
-    cluster = ScriptedCluster(group(3, 1), schema=SMALL)
-    cluster.transport.crash(Address(Role.WORKER, 0, 1))
-    done = []
-
-    def script(scripted: ScriptedWorker) -> None:
-        scripted.visible = False
-        scripted.open(3.0)
-        for number in range(3):
-            scripted.step(ones(0, scripted.me.index, number), marks=(STATIC | scripted.me.index, number, number))
-        done.append(scripted.me.index)
-
-    cluster.play(script, [me for me in cluster.workers if me.index != 1])
-    assert sorted(done) == [0, 2]
-    assert_counted(cluster, *((0, w, n) for w in (0, 2) for n in range(3)))
 
 
 def test_who_leaves_an_epoch_early_or_ends_is_not_waited_for():
@@ -366,11 +333,3 @@ def test_a_worker_that_dies_at_every_message_of_its_start_and_of_its_first_steps
         found = tormented(after, fates, batches=12).run()
         assert found.kills == 2
         assert not found.wrong()
-
-
-def test_all_die_at_once():
-    for seed in seeds(6):
-        fates = tuple(Fault(0, index=index, at=0.03, away=0.02 * index) for index in range(3))
-        found = tormented(seed, fates).run()
-        assert found.kills == 3
-        assert not found.wrong(), f"seed {seed}"

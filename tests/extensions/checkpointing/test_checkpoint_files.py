@@ -129,14 +129,6 @@ def test_facts_and_what_workers_left_come_back(files):
 # --- which one counts --------------------------------------------------------------------------------------------
 
 
-def test_the_last_two_are_kept(files, tmp_path):
-    vault = Vault()
-    for number in range(1, 5):
-        vault.train(1).write(files, number)
-    assert numbers(files.folder, whole=False) == [3, 4]
-    assert latest(tmp_path).version == 4
-
-
 def test_the_one_that_the_job_went_on_from_stays_for_a_group_that_starts_again_alone(files, tmp_path):
     vault = Vault()
     origin = vault.train(1).write(files, 1)
@@ -174,21 +166,6 @@ def test_what_was_taken_after_the_one_that_is_gone_back_to_is_moved_aside(files,
     assert latest(tmp_path).number == 2
     assert files.begin(origin, again=True) == 3
     assert numbers(tmp_path / ASIDE) == [3, 4]
-
-
-def test_a_damaged_newest_gives_way_to_the_one_before(files, tmp_path):
-    vault = Vault()
-    for number in (1, 2):
-        path = vault.train(1).write(files, number)
-    data = bytearray((path / MODEL).read_bytes())
-    data[-5] ^= 4
-    (path / MODEL).write_bytes(data)
-    told = TextList()
-    assert latest(tmp_path, told).number == 1
-    assert "000002" in told[0] and MODEL in told[0] and "000001" in told[0]
-    (files.folder / "000001" / MANIFEST).write_text("{}")
-    with pytest.raises(ConfigError, match=r"no snapshot in it can be read: 000002 .*; 000001 "):
-        latest(tmp_path)
 
 
 def test_a_folder_without_a_manifest_is_none(files, tmp_path):

@@ -25,7 +25,7 @@ from topotrain.core.protocol import MAX_TEXT, ProtocolError
 from topotrain.core.server.server_context import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
-from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, MODEL, latest
+from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, latest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
@@ -310,14 +310,6 @@ def test_a_full_disk_is_an_answer_and_the_next_snapshot_is_written(tmp_path):
     with files_of_at_most(2000):
         assert "File too large" in host.write(1)["error"]
     assert host.write(2).keys() == {"model.safetensors", "optimizer.safetensors"}
-
-
-def test_a_device_without_room_is_an_answer(tmp_path):
-    host = Host(tmp_path)
-    (tmp_path / FOLDER / "000001").mkdir(parents=True)
-    (tmp_path / FOLDER / "000001" / MODEL).symlink_to("/dev/full")
-    assert host.write(1)["error"]
-    assert "error" not in host.write(2)
 
 
 def test_a_full_disk_leaves_the_snapshot_before(whole, tmp_path):

@@ -111,22 +111,6 @@ def test_all_shards_freeze_behind_the_same_decision(weather, groups, server_grou
     assert taken >= len(few)
 
 
-def test_the_workers_of_every_group_are_told_with_their_next_step():
-    told: dict[int, list[int]] = {0: [], 1: []}
-
-    def observe(sender: Address, to: Address, message: m.Message) -> None:
-        if isinstance(message, m.Applied) and sender.index == 0:
-            told[to.group].append(message.snapshot)
-
-    def once(step, archive):
-        if step == 1:
-            archive.ask()
-
-    found = Played(job(groups=2, workers=1, shards=2, max_staleness=0), before=once, observe=observe)
-    assert sum(told[0]) == sum(told[1]) == 1
-    assert len(found.published) == 1
-
-
 def test_none_is_taken_before_the_first_step():
     found = Played(job(shards=2), steps=lambda group: 0, before=lambda step, archive: archive.ask())
     assert not found.archive.values and not found.published
@@ -185,17 +169,13 @@ def test_positions_of_leases_are_batches_of_the_epoch():
     assert position.applied(counts) == {1: ((0, 2),)}
 
 
-def test_positions_of_groups_that_take_turns():
-    position = DataPosition(3, 1, {})
+def test_positions_of_static_shares_are_batches_of_the_epoch():
+    """Of groups that take turns; and of units of several batches, where an earlier start has left 5 6 8 9 10 …"""
+    turns, left = DataPosition(3, 1, {}), DataPosition(1, 2, {3: ((0, 5), (7, 8))})
     counts = {stream(4, STATIC | 0): 3, stream(4, STATIC | 1): 2, stream(4, STATIC | 2): 4}
-    assert position.applied(counts) == {4: ((0, 7), (8, 9), (11, 12))}
-
-
-def test_positions_of_units_of_several_batches_behind_an_earlier_start():
-    position = DataPosition(1, 2, {3: ((0, 5), (7, 8))})
-    # what was left of the epoch: 5 6 8 9 10 …; two units are 5 6 and 8 9
-    assert position.applied({stream(3, STATIC): 2}) == {3: ((0, 10),)}
-    assert position.applied({}) == {3: ((0, 5), (7, 8))}
+    assert turns.applied(counts) == {4: ((0, 7), (8, 9), (11, 12))}
+    assert left.applied({stream(3, STATIC): 2}) == {3: ((0, 10),)}
+    assert left.applied({}) == {3: ((0, 5), (7, 8))}
 
 
 # --- the table of state ------------------------------------------------------------------------------------------
@@ -427,22 +407,6 @@ def test_early_changes_of_a_group_are_held_once():
 
     cluster.play(script)
     assert refused
-
-
-def test_a_snapshot_of_several_server_groups_is_read_by_any_layout():
-    """What each server writes is what the file wants: each element once, state once."""
-
-    def once(step, archive):
-        if step == 0:
-            archive.ask()
-
-    found = Played(job(2, 1, 2, nserver_groups=2), 3, before=once, schema=DOUBLE, archive=Noted)
-    assert len(found.published) == 1
-    slabs = [slab for order in found.archive.orders for slab in order.frozen.values]
-    for parameter in DOUBLE:
-        runs = sorted((slab.lo, slab.lo + slab.body.numel()) for slab in slabs if slab.name == parameter.name)
-        assert [lo for lo, _ in runs] == [0, *[hi for _, hi in runs[:-1]]] and runs[-1][1] == parameter.count
-    assert all(order.server.group == 0 for order in found.archive.orders if order.frozen.state)
 
 
 def test_a_snapshot_at_the_end_has_a_masters_final_values_once():

@@ -25,7 +25,6 @@ from pairwise import pairwise
 from seeds import seeds
 from simulated_downpour import downpour
 from simulation import STORM, VIEWS, ScriptedCluster, job, same
-from soak_cases import soaked
 from torch import nn
 
 from topotrain.config.job import Cluster, Compression, Job
@@ -33,7 +32,6 @@ from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, slice_map_for
 from topotrain.core.protocol import ProtocolError, Push, ReducedGradient, Values
-from topotrain.core.server.server import Server
 from topotrain.extensions.compression.error_feedback import codec_for
 from topotrain.extensions.compression.message_filter import ServerEncoding, WorkerEncoding
 
@@ -42,7 +40,6 @@ SYNCHRONOUS = ("sandblaster", "allreduce", "two by two", "serverless", "one")
 ASYNCHRONOUS: dict[str, dict[str, Any]] = {
     "downpour": {"nworker_groups": 2, "nworkers_per_group": 2, "nservers_per_group": 2, "server_worker_separate": True},
     "hogwild": {"nworker_groups": 2, "nworkers_per_group": 2, "nserver_groups": 2},
-    "ring": {"nworker_groups": 2, "nworkers_per_group": 2, "nserver_groups": 2, "agreement": "kRingAverage"},
     "barrier": {"nworker_groups": 2, "nworkers_per_group": 2, "max_staleness": 0},
 }
 BATCHES = vectors(4) * 3
@@ -107,10 +104,9 @@ def fetching(t: WorkerHandle, batch: Any) -> None:
 UNCOMPRESSED = cache(lambda name: train(job_of(name), usual_step))
 EACH_KIND = [("sandblaster", kind) for kind in KINDS]
 EACH_LAYOUT = [(name, ("kInt8", "kTopK")[number % 2]) for number, name in enumerate(SYNCHRONOUS[1:])]
-MORE_LAYOUTS = [(name, ("kTopK", "kInt8")[number % 2]) for number, name in enumerate(SYNCHRONOUS[1:])]
 
 
-@pytest.mark.parametrize(("name", "kind"), soaked(EACH_KIND + EACH_LAYOUT, MORE_LAYOUTS))
+@pytest.mark.parametrize(("name", "kind"), EACH_KIND + EACH_LAYOUT)
 def test_a_synchronous_job_trains_nearly_as_without(name: str, kind: str) -> None:
     expected, found = UNCOMPRESSED(name), train(compressed(kind, name), usual_step)
     if kind == "kTopK":
@@ -120,31 +116,15 @@ def test_a_synchronous_job_trains_nearly_as_without(name: str, kind: str) -> Non
     assert not found.same_bits(expected)  # else nothing was compressed
 
 
-@pytest.mark.parametrize(("name", "kind"), list(zip(ASYNCHRONOUS, KINDS, strict=True)))
-def test_an_asynchronous_job_trains(name: str, kind: str) -> None:
-    job = compressed(kind, name, correction="kNone")  # few steps, in which momentum is worth more than it costs
-    before = loss_of(run_local(job, building(), lambda t: None))
-    assert loss_of(train(job, usual_step)) < 0.85 * before
-
-
 @pytest.mark.parametrize(
     ("step", "changes"),
-    soaked(
-        [
-            (usual_step, {"apply": "kOnArrival", "grads": "kHidden", "name": "downpour", "max_staleness": 0}),
-            (two_backwards, {"grads": "kHidden"}),
-            (clipping, {}),
-            (fetching, {"name": "barrier"}),
-            (usual_step, {"warmup_steps": 3, "name": "barrier"}),
-        ],
-        [
-            (usual_step, {"grads": "kHidden"}),
-            (usual_step, {"apply": "kOnArrival", "grads": "kHidden"}),
-            (two_backwards, {}),
-            (fetching, {}),
-            (usual_step, {"slicing": "kTensor"}),
-        ],
-    ),
+    [
+        (usual_step, {"apply": "kOnArrival", "grads": "kHidden", "name": "downpour", "max_staleness": 0}),
+        (two_backwards, {"grads": "kHidden"}),
+        (clipping, {}),
+        (fetching, {"name": "barrier"}),
+        (usual_step, {"warmup_steps": 3, "name": "barrier"}),
+    ],
 )
 def test_every_way_of_a_step(step: Callable[[Any, Any], None], changes: dict[str, Any]) -> None:
     found, expected = (train(compressed(kind, **changes), step) for kind in ("kFp16", "kNone"))
@@ -159,21 +139,16 @@ def test_other_dtypes(kind: str, dtype: torch.dtype) -> None:
     train(compressed(kind), step, model=lambda: mlp().to(dtype))
 
 
-@pytest.mark.parametrize(("kind", "grads"), soaked([("kTopK", "kVisible")], [("kInt8", "kHidden")]))
-def test_transports_and_runs_give_the_same_bits(kind: str, grads: str, tmp_path: Path) -> None:
-    found = [run_local(compressed(kind, grads=grads), building(), usual_loop(BATCHES))]
-    for number, transport in enumerate(("kShm", "kTcp")):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        found.append(
-            run_hosted(compressed(kind, grads=grads, transport=transport), building(), usual_loop(BATCHES), folder)
-        )
+def test_transports_and_runs_give_the_same_bits(tmp_path: Path) -> None:
+    found = [run_local(compressed("kTopK"), building(), usual_loop(BATCHES))]
+    for transport in ("kShm", "kTcp"):
+        (tmp_path / transport).mkdir()
+        job = compressed("kTopK", transport=transport)
+        found.append(run_hosted(job, building(), usual_loop(BATCHES), tmp_path / transport))
     assert all(found[0].same_bits(other) for other in found[1:])
 
 
-@pytest.mark.parametrize(
-    ("kind", "look", "ways"), soaked([("kTopK", True, 3), ("kInt8", False, 2)], [("kFp16", True, 3)])
-)
+@pytest.mark.parametrize(("kind", "look", "ways"), [("kTopK", True, 3), ("kInt8", False, 2)])
 def test_traffic_is_what_the_arithmetic_says(kind: str, look: bool, ways: int) -> None:
     """Pushes, values and the means that the script reads are encoded, and nothing else has other bytes."""
 
@@ -271,15 +246,12 @@ def whole_numbers(job: Job, batches: list[tuple[torch.Tensor, torch.Tensor]]) ->
     ("name", "kind", "changes"),
     [
         *pairwise(
-            soaked(("sandblaster", "downpour", "hogwild"), ("two by two", "barrier")),
+            ("sandblaster", "downpour", "hogwild"),
             ("kFp16", "kTopK"),
             ({"grads": "kVisible"}, {"grads": "kHidden"}),
         ),
         ("sandblaster", "kTopK", {"apply": "kOnArrival", "grads": "kHidden"}),
-        *(
-            (name, kind, {"apply": "kOnArrival", "grads": "kHidden"})
-            for name, kind in soaked([("downpour", "kFp16")], [("downpour", "kTopK")])
-        ),
+        ("downpour", "kFp16", {"apply": "kOnArrival", "grads": "kHidden"}),
     ],
 )
 def test_whole_numbers_arrive_once(name: str, kind: str, changes: dict[str, Any]) -> None:
@@ -382,20 +354,6 @@ def test_wrong_sizes_are_refused(kind: str) -> None:
         server.push(me, Push(0, 1, floats.id, 1.0, b"\1"), floats, like)
 
 
-def test_a_server_places_encodings_in_buffers_of_their_size() -> None:
-    job = compressed("kFp16", "one")
-    found = run_local(job, building(), usual_loop(BATCHES[:1]))
-    (server,) = found.servers
-    assert isinstance(server, Server)
-    me, bucket = Address(Role.WORKER, 0, 0), found.workers[0].worker.map.buckets[0]
-    push = Push(1, 1, bucket.id, 1.0, b"\1")
-    place = server.place(me, push, False)
-    assert place is not None and place.nbytes == 2 * (bucket.hi - bucket.lo)
-    assert server.place(me, push, True) is None  # to be read where it is
-    with pytest.raises(ProtocolError, match="does not accept Push from worker 7/0"):
-        server.place(Address(Role.WORKER, 7, 0), push, False)
-
-
 def test_what_no_codec_takes_travels_as_it_is() -> None:
     _, slice_map, worker, server, _, above = resident()
     whole = slice_map.buckets[1]
@@ -455,7 +413,7 @@ def test_values_follow_through_restarts(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("groups", "workers", "weather"),
-    soaked([(1, 2, STORM), (2, 1, VIEWS), (2, 2, STORM)], [(1, 2, VIEWS), (2, 1, STORM), (2, 2, VIEWS)]),
+    [(1, 2, STORM), (2, 1, VIEWS), (2, 2, STORM)],
 )
 def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: NetworkFaults) -> None:
     """kFp16 holds whole numbers up to 2048, and sums of what is pushed here stay below."""

@@ -86,12 +86,6 @@ def test_damaged_bytes_are_refused(data: bytes) -> None:
         list(decode_entries(data))
 
 
-def test_a_known_kind_of_message_takes_a_byte() -> None:
-    encoder, entry = EntryEncoder(), Arrival(Address(Role.WORKER, 1, 0), m.Fetch.KIND)
-    encoder.encode(entry)
-    assert len(encoder.encode(entry)) == 1
-
-
 # --- the choices of a worker -----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,6 @@ from topotrain.extensions.elastic.membership import (
     STREAMS,
     CoordinatorAnswers,
     GroupRestarts,
-    Members,
     count_reply,
     count_requests,
 )
@@ -24,53 +23,6 @@ from topotrain.extensions.tables.table_server import TableServer
 from topotrain.launch.runtime.server_composition import make_server
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
-
-
-def test_a_group_is_current_once_it_has_announced_itself_and_its_change_is_carried_out():
-    members = Members((0, 1))
-    assert not members.changed and all(map(members.is_current, (A, B, OTHER)))
-    assert members.is_empty(0, 0) and members.is_empty(0, 1)
-    assert members.expect(0, 1) and members.changed
-    assert not members.is_current(A) and not members.is_current(B) and members.is_current(OTHER)
-    assert members.is_empty(0, 1) and members.is_empty(0, 2) and not members.is_empty(0, 0)
-    members.join(A, 1)
-    assert not members.is_empty(0, 1) and members.is_empty(0, 2)
-    assert not members.is_current(A) and members.pending() == [(0, 1)]
-    assert members.restart(0, 1) == [A] and members.pending() == []
-    assert members.is_current(A) and not members.is_current(B)
-    members.join(B, 1)
-    assert members.is_current(B)
-
-
-def test_a_change_may_be_carried_out_before_any_worker_comes():
-    members = Members((0,))
-    assert members.restart(0, 1) == []
-    assert not members.is_current(A) and not members.expect(0, 1)
-    members.join(A, 1)
-    assert members.is_current(A)
-
-
-def test_a_newer_incarnation_outdates_one_that_has_not_begun():
-    members = Members((0,))
-    members.expect(0, 1)
-    members.join(A, 1)
-    members.expect(0, 2)
-    members.join(B, 2)
-    assert members.restart(0, 1) == [] and not members.is_current(A) and not members.is_current(B)
-    members.join(A, 1)
-    assert members.restart(0, 2) == [B] and not members.is_current(A)
-    assert not members.expect(0, 1), "numbers only rise"
-
-
-def test_one_worker_of_a_group_is_replaced_alone_and_then_the_whole_group():
-    members = Members((0,))
-    assert members.restart(A, 1) == [] and not members.is_current(A) and members.is_current(B)
-    members.join(A, 1)
-    assert members.is_current(A) and members.incarnation_of(A) == 1 and members.incarnation(0) == 0
-    assert members.expect(0, 2) and not members.is_current(A) and not members.is_current(B)
-    assert members.restart(0, 2) == []
-    members.join(A, 2)
-    assert members.is_current(A) and members.incarnation_of(A) == 2
 
 
 def test_what_the_desk_asks_comes_in_parts_and_back_whole():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seeds import examples
 
 from topotrain.config.job import Cluster
-from topotrain.core.protocol import PairOffer, PairReply
+from topotrain.core.protocol import PairOffer
 from topotrain.extensions.group_averaging.averaging_messages import PairTaken
 from topotrain.extensions.group_averaging.averaging_rules import moving_rate
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging
@@ -56,19 +56,6 @@ def test_the_sum_of_the_centers_and_of_all_groups_changes_by_updates_alone(make,
     assert torch.equal(everything(groups), torch.full((192,), float(total), dtype=EXACT))
 
 
-@given(COUNTS, UPDATES, SEEDS)
-@settings(max_examples=examples(40), deadline=None)
-def test_what_is_missing_in_the_groups_is_in_replies_under_way(count, updates, seed):
-    """At any moment, and not only at the end."""
-    rng, groups = random.Random(seed), gossip(count, 1, seed)
-    total = walk(groups, rng, updates, 0.0)
-    under_way = [m for queue in groups.ways.values() for m in queue if isinstance(m, PairReply)]
-    found = sum(groups.values)
-    for reply in under_way:
-        found[BUCKETS[reply.bucket].lo : BUCKETS[reply.bucket].hi] += reply.body
-    assert torch.equal(found, torch.full((192,), float(total), dtype=EXACT))
-
-
 # --- elastic averaging -----------------------------------------------------------------------------------------------
 
 
@@ -80,13 +67,6 @@ def test_a_group_and_the_center_move_towards_each_other():
     groups.update(1, 1, [0])  # meanwhile: stays on top
     groups.deliver((0, 1))
     assert groups.view(1)(0)[0] == 8.0 - 2.0 + 1.0
-
-
-def test_the_master_group_exchanges_with_its_center_without_a_message():
-    groups = elastic()
-    groups.update(0, 8, [0])
-    assert center(groups, 0)[0] == 2.0 and groups.view(0)(0)[0] == 6.0
-    assert not any(groups.ways.values())
 
 
 def test_sync_freq_counts_the_updates_of_a_group():
@@ -130,17 +110,6 @@ def test_a_snapshot_of_gossip_is_the_mean_of_all_groups():
         made.agreements[0].join_cut(frozen, torch.full((64,), value, dtype=EXACT))
     made.agreements[0].end_cut(frozen)
     assert torch.equal(frozen, torch.full((64,), 7.0, dtype=EXACT))
-
-
-def test_updates_during_an_exchange_leave_with_the_next_one_at_the_end():
-    groups = elastic(freq=2)
-    for _ in range(3):
-        groups.update(1, 1, [0])
-    groups.post(1, groups.agreements[1].drain())
-    assert len(groups.ways[1, 0]) == 1, "one exchange of a bucket at a time"
-    groups.deliver((1, 0))
-    groups.deliver((0, 1))
-    assert len(groups.ways[1, 0]) == 1 and not groups.agreements[1].drained()
 
 
 def test_an_exchange_brings_the_updates_of_all_others():
@@ -188,20 +157,6 @@ def test_the_seed_of_the_job_decides_the_partners_of_all_buckets():
     assert drawn(3) != drawn(4) and drawn(3) != drawn(3, group=2)
 
 
-def test_two_groups_may_choose_each_other_at_the_same_time():
-    """No graph of pairs is needed that keeps them apart: neither waits before it replies."""
-    groups = gossip(2)
-    groups.view(0)(0).fill_(8.0)
-    for group in (0, 1):
-        groups.update(group, 0, [0])
-    assert groups.ways[0, 1] and groups.ways[1, 0]
-    groups.deliver((0, 1))
-    groups.deliver((1, 0))
-    groups.run_dry(random.Random(0))
-    assert not any(agreement.waits(0) for agreement in groups.agreements)
-    assert groups.view(0)(0)[0] + groups.view(1)(0)[0] == 8.0
-
-
 def test_a_reply_that_has_arrived_is_not_kept():
     groups = gossip(2)
     groups.update(0, 2, [0])
@@ -229,28 +184,6 @@ def test_a_repeated_reply_tells_on_which_side_of_a_snapshot_the_value_moved():
     assert (first.cut, again.cut) == (0, 0) and torch.equal(first.body, again.body)
     groups.update(1, 2, [1])
     assert groups.ways[1, 0][-1].cut == 5, "an exchange from behind the snapshot"
-
-
-def test_a_group_with_a_reply_under_way_is_not_drained():
-    groups = gossip(2)
-    groups.update(0, 2, [0])
-    agreement = groups.agreements[0]
-    assert agreement.drain() == [] and not agreement.drained()
-    groups.run_dry(random.Random(0))
-    assert agreement.drained()
-
-
-def test_a_late_word_about_an_earlier_reply_keeps_the_last_one():
-    groups = gossip(2)
-    for _ in range(2):
-        groups.update(0, 2, [0])
-        groups.deliver((0, 1))
-        groups.deliver((1, 0))
-        groups.ways[0, 1].clear()  # the word is late
-    groups.agreements[1].forget_reply(0, PairTaken(0, 1))
-    assert groups.agreements[1].state_dict()["answers"][0, 0][1] is not None
-    groups.agreements[1].forget_reply(0, PairTaken(0, 2))
-    assert groups.agreements[1].state_dict()["answers"][0, 0][1] is None
 
 
 @pytest.mark.parametrize("make", [elastic, gossip])

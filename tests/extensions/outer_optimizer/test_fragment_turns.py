@@ -20,9 +20,9 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import ProtocolError, StepDecision
 from topotrain.core.server.consistency import IS_BACK
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
-from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound, StepTime
+from topotrain.extensions.outer_optimizer.round_messages import OWN_TURN, NextRound
 from topotrain.extensions.outer_optimizer.round_turns import RoundTurns
-from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, StepTimes, fragment_to_push, rearmost
+from topotrain.extensions.outer_optimizer.rounds import RoundSchedule, StepTimes, fragment_to_push
 
 pytestmark = pytest.mark.simulated
 
@@ -73,16 +73,6 @@ def test_a_fragment_that_does_not_exist_is_refused() -> None:
         client().handle(SERVER, NextRound(0, 3))
 
 
-@given(fragments=st.integers(1, 8), data=st.data())
-def test_the_rearmost_fragment_is_the_first_of_a_turn(fragments: int, data: st.DataObject) -> None:
-    start, length = data.draw(st.integers(0, fragments - 1)), data.draw(st.integers(1, (fragments + 1) // 2))
-    # Workers that are at most half a turn apart, one of which is at the start.
-    others = data.draw(st.sets(st.integers(0, length - 1)))
-    assert rearmost({start, *((start + each) % fragments for each in others)}, fragments) in (
-        [start] if length <= fragments // 2 else range(fragments)
-    )
-
-
 def coordinator(**cluster: Any) -> tuple[RoundTurns, Any]:
     """The rounds of three workers on a coordinator of which only the needed parts are there."""
     groups = SimpleNamespace(
@@ -103,16 +93,6 @@ def over(group: int) -> Any:
     return SimpleNamespace(group=group)
 
 
-def test_a_round_that_is_decided_is_behind_a_worker_that_comes_back() -> None:
-    """Also if no server has carried it out."""
-    turns, _ = coordinator()
-    worker = Address(Role.WORKER, 1, 0)
-    assert turns.on_decree(back(1)) == [(worker, NextRound(0, 0, back=True))]
-    turns.before_decision(0)
-    turns.before_decision(2)
-    assert turns.on_decree(back(1)) == [(worker, NextRound(0, 1, back=True))]
-
-
 def test_a_worker_that_is_back_is_told_until_it_has_a_part_in_a_round() -> None:
     turns, _ = coordinator(quorum=2, pace=Pace.kSteps)
     turns.on_decree(back(1))
@@ -123,17 +103,6 @@ def test_a_worker_that_is_back_is_told_until_it_has_a_part_in_a_round() -> None:
         assert each.step_over(over(0)) == [(Address(Role.WORKER, 1, 0), NextRound(1, 1))]
     turns.before_decision(1)
     assert turns.step_over(over(0)) == turns.step_over(over(1)) == []
-
-
-def test_workers_of_a_round_hear_of_the_fastest_that_is_there() -> None:
-    turns, server = coordinator(quorum=1)
-    for group, seconds in enumerate((0.5, 0.2, 0.4)):
-        turns.handle(Address(Role.WORKER, group, 0), StepTime(seconds))
-    assert turns.step_over(over(2)) == [(Address(Role.WORKER, 2, 0), NextRound(1, OWN_TURN, 0.2))]
-    server.worker_groups.clocks.live = lambda: [0, 2]
-    assert turns.step_over(over(2)) == [(Address(Role.WORKER, 2, 0), NextRound(2, OWN_TURN, 0.4))]
-    turns.reset_group(2, False)
-    assert turns.step_over(over(0)) == [(Address(Role.WORKER, 0, 0), NextRound(3, OWN_TURN, 0.5))]
 
 
 # --- in step ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from seeds import seeds
 from topotrain.config.job import Job
 from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.client.client import Client, JobError, PeerLost
+from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, slice_map_for
 from topotrain.core.protocol import Message, ProtocolError
@@ -24,7 +24,6 @@ from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerBackwardEnd,
     PeerGradient,
     PeerMean,
-    PeerPause,
 )
 from topotrain.extensions.outer_optimizer.groups.group_reduction import GroupReduction, PeerChannel
 from topotrain.extensions.outer_optimizer.round_client import RoundClient
@@ -193,22 +192,6 @@ def test_a_worker_that_is_lost_is_no_trouble_while_nothing_more_is_needed_of_it(
     first.reduction.wait_means()
     plan[0].push(first, 1)
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: it has ended"):
-        first.reduction.wait_means()
-
-
-def test_a_worker_that_waits_for_nothing_is_told_by_whom() -> None:
-    group, dice = Group(), random.Random(1)
-    first, second, _ = group.workers
-    Contribution(dice, first).push(first, 3)
-    first.client.handle(second.me, PeerPause(1, 4, False))
-    assert not first.reduction._refusal(), "it has made this backward"
-    first.client.handle(second.me, PeerPause(0, 3, False))
-    assert not first.reduction._refusal(), "it pauses before this step"
-    first.client.handle(second.me, PeerPause(0, 4, False))
-    with pytest.raises(JobError, match="worker 1 of the group made 4 steps with 0 backwards, and worker 0 is in backw"):
-        first.reduction.wait_means()
-    first.client.handle(second.me, PeerPause(0, 3, True))
-    with pytest.raises(JobError, match="worker 1 ended its script after 3 steps"):
         first.reduction.wait_means()
 
 

@@ -15,7 +15,6 @@ from topotrain.extensions.checkpointing.shard_snapshot import check_same
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.extensions.outer_optimizer.outer_schedule import OuterSchedule
-from topotrain.tools.plan.layout_plan import state_entries
 from topotrain.training.parameters.flat_parameters import describe_model
 
 # --- delayed momentum ------------------------------------------------------------------------------------------------
@@ -64,10 +63,6 @@ def test_which_outer_optimizer_may_follow_in_a_snapshot() -> None:
         goes_on(job(), job(outer="delay 2"))
 
 
-def test_the_plan_counts_its_state() -> None:
-    assert [state_entries(OUTER[f"delay {delay}"][0]) for delay in (1, 2, 9)] == [1, 2, 2]
-
-
 # --- schedules -------------------------------------------------------------------------------------------------------
 
 STEP, _ = OUTER["step"]
@@ -75,11 +70,6 @@ STEP, _ = OUTER["step"]
 
 def nesterov(schedule: LRGen) -> Updater:
     return Updater(type=UpdaterType.kNesterov, momentum=0.9, learning_rate=schedule)
-
-
-def test_a_constant_rate_is_not_touched() -> None:
-    constant = OuterSchedule(nesterov(LRGen(type=ChangeMethod.kFixed, base_lr=0.7)))
-    assert constant.settings(b"as it was sent", "", 0, 5) == b"as it was sent"
 
 
 def test_rates_of_parameters_are_scaled() -> None:

@@ -1,20 +1,14 @@
 """Radial-directional averages on servers: which tensors have them, second copies, and which groups a round has."""
 
-import math
-import random
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from faulty_cluster import SimWorker
 from in_process_job import Transformer
 from island_jobs import OUTER, merged
 from replicated_cluster import ReplicatedCluster, flats_of
-from replicated_deaths import CrashableCluster
 from seeds import every, seeds
 from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
@@ -25,7 +19,6 @@ from topotrain.config.job import ConfigError, Merge, Reduce
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.client.client import StepOutcome
 from topotrain.core.model.schema import PrivateMemory, Schema
 from topotrain.core.optim.adapter import describe
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
@@ -117,25 +110,6 @@ def test_a_second_copy_makes_the_same_updates(process: int) -> None:
     assert deaths
 
 
-@pytest.mark.simulated
-def test_the_updates_of_scripted_workers_are_those_of_plain_pytorch() -> None:
-    flat, wide = (nn.Parameter(torch.ones(p.count)) for p in MODEL)
-    outer = DelayedNesterov([flat, wide], lr=0.5, delay=3)
-    for step in range(ROUNDS):
-        pushed = [drawn(group, step) for group in range(3)]
-        flat.grad = (pushed[0][0] + pushed[1][0] + pushed[2][0]) / 3
-        wide.grad = merged([each[1] for each in pushed])
-        outer.step()
-    with torch.no_grad():
-        for index, value in enumerate((flat, wide)):
-            value -= sum(drawn(group, ROUNDS)[index] for group in range(3)).view_as(value) / 3
-    cluster, wanted = play(), {0: flat.detach(), 1: wide.detach()}
-    for segment in cluster.map.segments:
-        found = cluster.speaking(segment.shard).state.known.flats.segment("values", segment)
-        part = wanted[segment.parameter][segment.start : segment.start + segment.hi - segment.lo]
-        torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-6)
-
-
 def test_a_reset_tells_steps_of_one_number_apart() -> None:
     made = scripted_job(3, 1, 2, outer=OUTER["mean"][0], merge=Merge.kRadial, reduce=Reduce.kMean)
     topology = layout(made.cluster)
@@ -220,93 +194,3 @@ def test_votes_have_products_only_where_they_are_needed(merge: Merge) -> None:
     # Of each group the pairs (start, step) of all, and one product with each.
     wanted = GROUPS * 16 + GROUPS * 8 if merge is Merge.kRadial else 0
     assert votes and {len(vote.measured) for *_, vote in votes if isinstance(vote, m.StepVote)} == {wanted}
-
-
-# --- groups and servers die: every shard merges the same groups, with the same factors -------------------------------
-
-ISLANDS, BATCHES = 3, 80
-COMMON = 127
-"""A cell of each batch, and one that all have in common, in a tensor that two servers divide.
-
-So the lengths of gradients are sqrt(2), their inner products are 1, and the average of k of them has the number
-sqrt(2 / (k + k * k)) in each cell of one, whichever server has the cell.
-"""
-TENSOR = (Parameter("cells", (128,), (1,), "float32", True),)
-
-
-class Ledger(CrashableCluster):
-    """A cluster with second copies of servers that merge radially."""
-
-    def _plan(self) -> tuple[Schema, SliceMap]:
-        tensors = [nn.Parameter(torch.zeros(p.shape)) for p in TENSOR]
-        made = torch.optim.SGD([{"params": tensors, MERGE: "kRadial"}], lr=1.0)
-        slice_map = cut(TENSOR, self.topology.shards, 1)
-        text = replace(describe(made, tensors), outer=True).to_text()
-        return Schema(TENSOR, (), text, slice_map.digest), slice_map
-
-    def script(self, worker: SimWorker) -> None:
-        step = worker.step
-
-        def with_common_cell(gradient: Sequence[torch.Tensor], **more: Any) -> StepOutcome:
-            for part in gradient:
-                part[COMMON] = -1.0
-            return step(gradient, **more)
-
-        worker.step = with_common_cell  # type: ignore[method-assign]
-        super().script(worker)
-
-    def wrong(self) -> list[str]:
-        """What should not be. The cells of a round of k groups are there k at a time."""
-        found = [each for each in super().wrong() if not each.startswith("cell ")]
-        cells = [float(value) for value in self.final[0][:BATCHES]] if self.final else []
-        # With a quorum the rate of a round is its share of the groups that take part. No two of these are near.
-        wanted = {
-            math.sqrt(2 / (k + k * k)) * k / (of if self.job.cluster.quorum else k): k
-            for k in range(1, ISLANDS + 1)
-            for of in range(k, ISLANDS + 1)
-        }
-        rounds = Counter[int]()
-        for cell, count in Counter(cells).items():
-            near = min(wanted, key=lambda value, cell=cell: abs(value - cell))  # type: ignore[misc]
-            if math.isclose(cell, near, rel_tol=1e-5):
-                rounds[wanted[near]] += count
-            else:
-                found.append(f"{count} cells have {cell}, as no round has")
-        found += [f"{count} cells of rounds of {size}" for size, count in rounds.items() if count % max(size, 1)]
-        self.sizes = set(rounds)
-        return found
-
-
-def place(quorum: int, seed: int, kill: tuple[int, int] | None = None, falls: tuple = ()) -> Ledger:
-    outer = {"outer": OUTER["mean"][0], "merge": Merge.kRadial, "quorum": quorum, "reduce": Reduce.kMean}
-    return Ledger(scripted_job(ISLANDS, 1, 2, **outer), seed, BATCHES, kill, falls=falls)
-
-
-@cache
-def calm(quorum: int) -> tuple[dict[int, int], float]:
-    cluster = place(quorum, 0).run()
-    assert not cluster.wrong()
-    return dict(cluster.ticks), cluster.sim.now
-
-
-def mortal(quorum: int, seed: int) -> Ledger:
-    rng, (moments, end) = random.Random(f"{quorum} {seed}"), calm(quorum)
-    server = rng.randrange(2)
-    kill = (server, rng.randint(1, moments[server])) if rng.random() < 0.7 else None
-    falls = [
-        (rng.uniform(0, end), rng.randrange(ISLANDS), rng.choice((0.0, 0.003, 0.05))) for _ in range(rng.randint(1, 4))
-    ]
-    return place(quorum, seed, kill, tuple(falls))
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("quorum", [0, 2])
-def test_every_batch_is_in_a_round_that_all_shards_merge_alike(quorum: int) -> None:
-    deaths, sizes = 0, set()
-    for seed in seeds(5):
-        cluster = mortal(quorum, seed).run()
-        assert not cluster.wrong(), f"seed {seed}: {cluster.wrong()[:5]}"
-        deaths += cluster.deaths + cluster.worker_deaths
-        sizes |= cluster.sizes
-    assert deaths > len(seeds(5))
-    assert sizes >= {2, 3 - quorum // 2}

@@ -1,29 +1,26 @@
 """Rounds with a quorum stay open for more workers, and no worker is held up for it."""
 
-from functools import cache
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from faulty_network import SimClock
 from hypothesis import given
 from hypothesis import strategies as st
 from island_jobs import OUTER
 from reports import FunctionSender
-from simulation import ScriptedCluster, ScriptedWorker, job
+from simulated_islands import STEP_S, IslandTrial, islands
+from simulation import job
 
-from topotrain.config.job import Cluster
+from topotrain.config.job import Cluster, Pace
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.client.client_context import StepEnd
 from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.server.server import Server, ServerFactory
 from topotrain.core.server.server_context import TimerHost
 from topotrain.core.transport_contract import MessageSender
-from topotrain.extensions.outer_optimizer.grace.exchange_times import ExchangeTimes
 from topotrain.extensions.outer_optimizer.grace.grace_window import GraceWindow, has_windows
 from topotrain.extensions.outer_optimizer.grace.round_windows import RoundWindows
 from topotrain.extensions.outer_optimizer.grace.window_messages import ExchangeTime, WindowOver
-from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds
 from topotrain.extensions.replication.replica_host import StandbyFactory
 from topotrain.launch.runtime.server_composition import make_server
 
@@ -146,101 +143,22 @@ def test_an_exchange_that_takes_long_leaves_a_shorter_window() -> None:
 
 # --- a whole job in virtual time -------------------------------------------------------------------------------------
 
-STEPS = 4
-"""Of a worker between two pushes."""
 
+@pytest.mark.simulated
+@pytest.mark.parametrize("slowest", [1.0, 0.3, 0.15])
+def test_slack_brings_more_workers_into_a_round_and_holds_up_none(slowest: float) -> None:
+    def trial(slack: float) -> IslandTrial:
+        made = islands(4, 4, quorum=2, slack=slack, pace=Pace.kSteps)
+        return IslandTrial(made, 400, speeds=(1.0, 1.0, 1.0, slowest)).run()
 
-class Decoupled:
-    """Workers that never wait for a round, with these seconds for a step. Each begins `apart` after the one before."""
-
-    def __init__(self, slack: float, step_s: tuple[float, ...], apart: float, frozen: int = -1) -> None:
-        self.cluster = ScriptedCluster(
-            job(len(step_s), shards=2, outer=OUTER["mean"][0], sync_freq=STEPS, quorum=2, slack=slack)
-        )
-        self.step_s, self.apart, self.frozen = step_s, apart, frozen
-        self.pushes = [0] * len(step_s)
-        self.cluster.play(self._train)
-
-    def _train(self, worker: ScriptedWorker) -> None:
-        worker.open()
-        client, sim, group = worker.client, self.cluster.sim, worker.me.group
-        client.channel.measure_waits(SimClock(self.cluster.sim))
-        sim.sleep(0.05 + self.apart * group - sim.now)
-        made = pushed_at = 0
-        pushing = False
-        while sim.now < 4.0:
-            sim.sleep(self.step_s[group])
-            made += 1
-            if group == self.frozen and sim.now > 1.0:
-                sim.sleep(3.0)
-            if pushing and client.steps.is_over():
-                client.values.settle()
-                pushing = False
-            if not pushing and made - pushed_at >= STEPS:
-                self._push(worker)
-                pushing, pushed_at = True, made
-        client.values.settle()
-        worker.finish()
-
-    def _push(self, worker: ScriptedWorker) -> None:
-        client = worker.client
-        if ExchangeTimes in client.gradients.hooks.by_class:
-            client.extension(ExchangeTimes).begin()
-        worker.push(worker.numbers())
-        buckets = len(self.cluster.map.buckets)
-        end = StepEnd(backwards=1, weight=1.0, fetch=True, hyper=b"", marks=(), revisions=(0,) * buckets)
-        client.steps.begin(worker.steps, end)
-        client.steps.finish_later(worker.steps, end, lambda outcome: None)
-        worker.steps = worker.steps + 1
-        self.pushes[worker.me.group] += 1
-
-    @property
-    def members(self) -> dict[int, int]:
-        return self.cluster.server(0, 0).extension(OuterRounds).history.members
-
-    @property
-    def mean(self) -> float:
-        return sum(count * rounds for count, rounds in self.members.items()) / sum(self.members.values())
-
-
-EQUAL = (0.01,) * 4
-APART = 0.002
-
-
-@cache
-def decoupled(slack: float, step_s: tuple[float, ...] = EQUAL, frozen: int = -1) -> Decoupled:
-    return Decoupled(slack, step_s, APART, frozen)
-
-
-def assert_none_is_held_up(without: Decoupled, found: Decoupled, workers: int = 4) -> None:
-    pairs = zip(without.pushes[:workers], found.pushes[:workers], strict=True)
-    assert all(have >= had - 1 for had, have in pairs), found.pushes
-
-
-def test_slack_brings_more_workers_into_a_round_and_holds_up_none() -> None:
-    """The workers push 2 ms apart, every 40 ms. A window is at most a step of 10 ms."""
-    without, found = decoupled(0.0), decoupled(0.9)
-    assert without.mean < 2.3 and found.mean > 3.5, (without.members, found.members)
-    assert sum(found.members.values()) < 0.7 * sum(without.members.values())
-    assert_none_is_held_up(without, found)
-
-
-def test_a_slow_worker_is_in_fewer_rounds_and_holds_up_none() -> None:
-    speeds = (0.01, 0.01, 0.01, 0.033)
-    without, found = decoupled(0.0, speeds), decoupled(0.9, speeds)
-    assert_none_is_held_up(without, found)
-    assert found.members[3] > found.members.get(4, 0) > 0, found.members
-
-
-def test_a_worker_that_is_stopped_holds_no_round_for_longer_than_a_window() -> None:
-    without, found = decoupled(0.0, frozen=3), decoupled(0.9, frozen=3)
-    assert_none_is_held_up(without, found, workers=3)
-    assert found.members[3] > 60, found.members
-
-
-def test_the_times_of_exchanges_come_to_the_coordinator() -> None:
-    windows = decoupled(0.9).cluster.server(0, 0).extension(RoundWindows)
-    assert windows.exchange_s and all(0.001 < seconds < 0.02 for seconds in windows.exchange_s.values())
+    without, found = trial(0.0), trial(0.9)
+    sizes = [fmean(len(each.groups) for each in found.rounds) for found in (without, found)]
+    assert sizes[1] > sizes[0] + 0.2
+    for group in range(4):
+        had, has = (max(each.time for each in trial.told if each.group == group) for trial in (without, found))
+        assert has < had + STEP_S, group
+    exchange_s = found.server(0, 0).extension(RoundWindows).exchange_s
+    assert exchange_s and all(0.001 < seconds < 0.02 for seconds in exchange_s.values())
 
 
 # --- the timer of a real server --------------------------------------------------------------------------------------
@@ -290,19 +208,6 @@ def measured(slack: float, steps: int, intervals: dict[int, float], exchange: fl
     return grace
 
 
-def test_the_window_is_a_share_of_the_free_time() -> None:
-    """A group pushes every 10 s, its exchange takes 2 s, and the quorum came 1 s after its push."""
-    grace = measured(0.5, 1, {0: 10.0}, exchange=2.0)
-    assert grace.seconds([0], 11.0) == pytest.approx(0.5 * (10 - 1 - 2))
-    assert grace.seconds([0], 18.1) == 0.0, "the values are late already"
-
-
-def test_the_first_group_that_pushes_again_decides() -> None:
-    grace = measured(1.0, 1, {0: 10.0, 1: 6.0, 2: 8.0})
-    assert grace.seconds([0, 2], 10.0) == pytest.approx(6.0)  # group 2 pushed at 8, and will at 16
-    assert grace.seconds([0, 1, 2], 10.0) == pytest.approx(2.0)  # group 1 pushed at 6, and will at 12
-
-
 def test_a_window_is_at_most_a_step() -> None:
     assert measured(0.9, 24, {0: 24.0}).seconds([0], 24.0) == pytest.approx(1.0)
     assert measured(0.9, 1, {0: 24.0}).seconds([0], 24.0) == pytest.approx(0.9 * 24)
@@ -315,12 +220,6 @@ def test_no_window_before_all_groups_were_measured() -> None:
     assert grace.seconds([0, 1], 10.0) == 0.0
     grace.forget(0)
     assert grace.seconds([0], 10.0) == 0.0, "a new process has another pace"
-
-
-def test_a_repeated_push_is_no_interval() -> None:
-    grace = measured(1.0, 1, {0: 10.0})
-    grace.pushed(0, 1, 17.0)
-    assert grace.seconds([0], 10.0) == pytest.approx(10.0)
 
 
 def test_a_pause_of_a_worker_makes_no_long_window() -> None:

@@ -15,7 +15,7 @@ from topotrain.config.sharding import cut
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
 from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
-from topotrain.extensions.outer_optimizer.round_history import MOST_LISTED, Round, RoundHistory
+from topotrain.extensions.outer_optimizer.round_history import MOST_LISTED, RoundHistory
 from topotrain.extensions.outer_optimizer.rounds import Learned, RoundSchedule, UntoldSteps, fragments_of
 from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 
@@ -29,10 +29,6 @@ def test_every_parameter_is_in_a_fragment_and_none_is_empty(sizes: list[int], da
     # What the largest one has more than the smallest is at most one parameter, the last that it got.
     assert max(filled) - min(filled) <= max(sizes)
     assert fragments_of(sizes, count) == found
-
-
-def test_equal_parameters_are_dealt_out_in_turn() -> None:
-    assert fragments_of([8] * 7, 3) == (0, 1, 2, 0, 1, 2, 0)
 
 
 @given(interval=st.integers(1, 9), fragments=st.integers(1, 6), data=st.data())
@@ -279,18 +275,6 @@ def test_steps_of_a_push_count_as_lost_with_their_worker_until_its_round_is_know
 
 
 # --- what is known of the rounds of a job: how many, of which groups, and how old their pushes were ------------------
-
-
-def test_rounds_of_all_have_no_age() -> None:
-    history = RoundHistory((0, 1), (0, 0))
-    assert [history.add(number % 2, (0, 1)) for number in range(4)] == [
-        Round(0, 0, (0, 1)),
-        Round(1, 0, (0, 1)),
-        Round(0, 1, (0, 1)),
-        Round(1, 1, (0, 1)),
-    ]
-    assert history.members == {2: 4} and history.made == [2, 2]
-    assert (history.ages, history.age_sum, history.age_max) == (8, 0, 0)
 
 
 def test_a_late_group_is_as_old_as_the_rounds_that_it_has_missed() -> None:

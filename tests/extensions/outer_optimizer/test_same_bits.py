@@ -9,7 +9,6 @@ import torch
 from in_process_job import Cnn, Transformer, images, run_hosted, run_local, tokens, vectors
 from island_jobs import OUTER, Islands, adamw, assert_near, assert_same_bits, building, job, script
 from pairwise import case_id
-from soak_cases import soaked
 from torch import nn
 
 from topotrain.config.job import Compression, ConfigError, Keep, Slicing, TransportChoice, Weigh
@@ -52,19 +51,13 @@ def fragmented(sync_freq: int, fragments: int, overlap: int, keep: Keep = Keep.k
     return {"sync_freq": sync_freq, "fragments": fragments, "overlap": overlap, "keep": keep} | more
 
 
-FRAGMENTS = [
-    fragmented(4, 2, 0),
-    fragmented(6, 3, 1),
-    fragmented(6, 1, 2),
-    fragmented(6, 2, 2, Keep.kBlend),
-    fragmented(6, 2, 1, Keep.kDrop),
-    fragmented(4, 4, 0),
-]
+DEALT = fragmented(6, 3, 1)
+BLENDED = fragmented(6, 2, 2, Keep.kBlend)
+DROPPED = fragmented(6, 2, 1, Keep.kDrop)
 PAIRS: dict[str, Any] = {"groups": 2, "workers": 2}
 TURNS = fragmented(4, 2, 1)
 ALONE: dict[str, Any] = {"groups": 2, "sync_freq": 3}
 TWO: dict[str, Any] = {"nservers_per_group": 2}
-SCHEDULES = ["linear", "step", "fixed step", "exponential", "inverse", "inverse t"]
 
 ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # What is computed, and over which layout.
@@ -72,37 +65,32 @@ ROWS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {**TWO, "slicing": Slicing.kTensor}),
     ({}, {"nworkers_per_procs": 3, "server_worker_separate": False}),
     ({}, {"weigh": Weigh.kEqual}),
-    ({"sync_freq": 1}, {}),
     ({"sync_freq": 100}, {}),
     # Also optimizers that no server could run on a part of a tensor.
-    (ALONE | {"inner": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9)}, TWO),
-    (ALONE | {"inner": lambda parameters: torch.optim.Adam(parameters, lr=0.003, fused=True)}, TWO),
     (ALONE | {"inner": torch.optim.Rprop}, TWO),
     (ALONE | {"inner": torch.optim.Adafactor}, TWO),
     (ALONE | {"model": DoubleCnn, "batches": double_images}, {}),
-    *((case, {}) for case in FRAGMENTS),
+    (BLENDED, {}),
+    (DROPPED, {}),
+    (fragmented(4, 4, 0), {}),
     (PAIRS, {}),
-    *((PAIRS | case, {}) for case in FRAGMENTS),
-    (PAIRS | TURNS, {"nservers_per_group": 3}),
+    (PAIRS | DEALT, {}),
+    (PAIRS | fragmented(6, 1, 2), {}),
     (PAIRS | TURNS, {**TWO, "slicing": Slicing.kTensor}),
-    (PAIRS | TURNS | {"workers": 3}, TWO),
     (PAIRS | TURNS | {"groups": 1}, {**TWO, "server_worker_separate": False}),
     (PAIRS | TURNS | {"groups": 3}, {}),
     (PAIRS | {"batches": unequal}, {}),
-    ({"outer": "delay 1"}, {}),
     ({"outer": "delay 2"}, {"nservers_per_group": 3}),
-    ({"outer": "delay 3"}, {}),
-    *(({"outer": name, "sync_freq": 3, "groups": 1 + number % 2}, TWO) for number, name in enumerate(SCHEDULES)),
+    ({"outer": "linear", "sync_freq": 3, "groups": 1}, TWO),
+    ({"outer": "inverse t", "sync_freq": 3, "groups": 2}, TWO),
     ({"outer": "linear", "groups": 2, "sync_freq": 3, "fragments": 3}, TWO),
     ({"radial": True, "groups": 2}, {}),
     ({"radial": True}, {"weigh": Weigh.kEqual}),
     # Embeddings are merged by their mean, also where one is the output layer, too.
     (ALONE | {"radial": True, "model": Transformer, "batches": tokens}, {}),
     # Transports.
-    ({}, {**TWO, "transport": TransportChoice.kShm}),
-    (FRAGMENTS[1], {"nservers_per_group": 3, "transport": TransportChoice.kTcp}),
     (PAIRS, {**TWO, "transport": TransportChoice.kShm}),
-    (PAIRS | FRAGMENTS[1], {**TWO, "transport": TransportChoice.kTcp}),
+    (PAIRS | DEALT, {**TWO, "transport": TransportChoice.kTcp}),
 ]
 
 
@@ -119,17 +107,13 @@ def run_row(row: dict[str, Any], layout: dict[str, Any], steps: int, folder: Pat
     assert_same_bits(found.values, islands.train(batches))
 
 
-MORE = [ROWS[at] for at in (4, 6, 7, 11, 12, 13, 18, 21, 22, 23, 24, 26, 30, 32, 34, 35, 36, 37, 43, 44)]
-"""Rows that differ from others in one setting."""
-
-
-@pytest.mark.parametrize(("row", "layout"), soaked([row for row in ROWS if row not in MORE], MORE), ids=case_id)
+@pytest.mark.parametrize(("row", "layout"), ROWS, ids=case_id)
 def test_a_job_has_the_bits_of_plain_pytorch(row: dict[str, Any], layout: dict[str, Any], tmp_path: Path) -> None:
     """The last round has fewer steps."""
     run_row(row, layout, 9 if "transport" in layout else 13, tmp_path)
 
 
-@pytest.mark.parametrize("row", soaked([FRAGMENTS[1], PAIRS], [FRAGMENTS[3], PAIRS | FRAGMENTS[2]]), ids=case_id)
+@pytest.mark.parametrize("row", [DEALT, PAIRS], ids=case_id)
 @pytest.mark.parametrize("steps", [1, 24])
 def test_rounds_that_begin_and_end_anywhere(row: dict[str, Any], steps: int, tmp_path: Path) -> None:
     run_row(row, {}, steps, tmp_path)
@@ -159,14 +143,7 @@ def test_more_fragments_than_parameters() -> None:
 @pytest.mark.parametrize(
     ("kind", "overlap", "near", "most"),
     # A round moves the values by 1 % of their norm and more. With kTopK only pushes are short.
-    soaked(
-        [(Compression.kE3M0, 1, 0.02, 0.5), (Compression.kTopK, 0, 0.02, 0.9)],
-        [
-            (Compression.kFp16, 0, 0.001, 0.7),
-            (Compression.kBf16, 1, 0.001, 0.7),
-            (Compression.kInt8, 0, 0.001, 0.7),
-        ],
-    ),
+    [(Compression.kE3M0, 1, 0.02, 0.5), (Compression.kTopK, 0, 0.02, 0.9)],
 )
 def test_compression_changes_little(kind: Compression, overlap: int, near: float, most: float) -> None:
     batches, cluster = vectors(3 * 24), {"fragments": 2, "overlap": overlap, "outer": "mean"}
@@ -211,21 +188,11 @@ def test_neither_slices_nor_whole_tensors_matter(slicing: Slicing) -> None:
     assert buckets[0] == [1, 1] and max(buckets[1]) > 2
 
 
-def test_of_one_worker_the_difference_is_taken_as_it_is() -> None:
-    batches = vectors(9)
-    mean, found = (
-        run_local(Islands(1, radial=radial).job(**DIVIDED), building(), script(batches, 1)).values
-        for radial in (False, True)
-    )
-    assert_same_bits(found, mean)
-
-
-@pytest.mark.parametrize("compression", soaked([Compression.kInt8], [Compression.kNone]))
-def test_radial_fragments_and_overlap(compression: Compression) -> None:
+def test_radial_fragments_and_overlap() -> None:
     """Each fragment has tensors of its own, and servers that divide them."""
     islands, batches = Islands(radial=True, **TURNS), vectors(3 * 24)
     one, many = (
-        run_local(islands.job(compression=compression, **layout), building(), script(batches, 3)).values
+        run_local(islands.job(compression=Compression.kInt8, **layout), building(), script(batches, 3)).values
         for layout in ({}, DIVIDED)
     )
-    assert_near(many, one, **({} if compression is Compression.kNone else {"rtol": 0, "atol": 0.01}))
+    assert_near(many, one, rtol=0, atol=0.01)

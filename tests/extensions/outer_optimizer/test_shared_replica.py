@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_job import Cnn, cross_entropy, images, run_local, vectors
+from in_process_job import cross_entropy, run_local, vectors
 from island_jobs import Islands, assert_near, assert_same_bits, building, job, script
 
 from topotrain.config.job import Compression
@@ -71,13 +71,6 @@ def test_a_parameter_of_which_one_worker_has_a_gradient() -> None:
     found = run_local(pairs(1), building(), run)
     assert_same_bits(*of_group(found, 0))
     assert not torch.equal(found.values["0.weight"], Islands().values["0.weight"])
-
-
-def test_batch_norm_has_buffers_of_each_worker_as_in_any_group() -> None:
-    found = run_local(pairs(), building(Cnn), script(images(2 * 6), 2))
-    assert all(bool(torch.isfinite(value.double()).all()) for value in found.values.values())
-    means = [handle.model.norm.running_mean for handle in found.workers]
-    assert not torch.equal(means[0], means[1]), "each worker sees its part of the batch"
 
 
 def test_groups_are_weighed_by_the_samples_of_all_their_workers() -> None:
@@ -199,16 +192,3 @@ def test_shares_are_consecutive_and_about_equal(sizes: list[int], workers: int) 
     for worker in range(workers):
         mine = sum(size for size, its in zip(sizes, found, strict=True) if its == worker)
         assert mine <= sum(sizes) / workers + max(sizes, default=0)
-
-
-def test_each_bucket_is_pushed_once() -> None:
-    """Three workers of a group, and fragments with fewer buckets than workers."""
-    pushed: dict[int, frozenset[int]] = {}
-
-    def run(t: Any) -> None:
-        pushed[t.me.index] = t.notes["inner"]._group.pushed_share()
-        script(vectors(4), 1)(t)
-
-    found = run_local(pairs(1, fragments=4, nworkers_per_group=3), building(), run)
-    everything = sorted(number for share in pushed.values() for number in share)
-    assert everything == list(range(len(found.workers[0].worker.map.buckets)))

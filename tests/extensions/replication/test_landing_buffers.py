@@ -203,15 +203,6 @@ def test_a_gradient_goes_to_the_buffer_that_is_read_no_more(flats: FlatBuffers) 
     assert chosen() is usual
 
 
-def test_an_encoded_gradient_has_a_spare_buffer_of_its_own_size(flats: FlatBuffers) -> None:
-    landing, bucket = LandingBuffers(), flats._map.buckets[0]
-    usual = torch.zeros(12, dtype=torch.uint8)
-    landing.choose(WORKER, bucket, usual, flats)
-    landing.answered(0, 5)
-    spare = landing.choose(WORKER, bucket, usual, flats)
-    assert spare is not usual and spare.dtype is torch.uint8 and spare.numel() == usual.numel()
-
-
 def test_two_buffers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second copy is never so far behind that memory has to be allocated."""
     found: set[str] = set()

@@ -134,48 +134,6 @@ def fresh(cluster: ReplicatedCluster) -> ReplicatedServer:
     return ReplicatedServer(cluster, me)
 
 
-def test_a_copy_is_the_same_when_it_is_sent_again() -> None:
-    """Nothing is forgotten on the way: what was filled in tells the same bytes."""
-    data = save(copy_of(calm(2)))
-    assert data is not None
-    second_copy = fresh(calm(2))
-    restore(second_copy, data)
-    again = save(second_copy)
-    assert again is not None
-    assert torch.equal(data, again)
-
-
-def test_a_server_in_the_middle_of_a_step_is_told_with_what_is_under_way() -> None:
-    """The gradients that wait for others, the sums, and what a group was shown, in the places where they lie."""
-    cluster = ReplicatedCluster(job(groups=2, workers=2, shards=2), 1)
-    told: list[tuple[int, bool]] = []
-
-    def look(sender: Address, to: Address, message: m.Message) -> None:
-        me = Address(Role.SERVER, 0, 0)
-        primary = cluster.home[me].primaries[me].primary
-        if to != me or not isinstance(message, m.Push | m.BackwardEnd | m.Commit):
-            return
-        data, second_copy = save(primary.copy), ReplicatedServer(cluster, me)
-        assert data is not None
-        restore(second_copy, data)
-        again = save(second_copy)
-        sources = primary.copy.server.state.known.staging.values()
-        under_way = sum(len(source.state_dict()["backwards"]["known"]) for source in sources)
-        told.append((under_way, again is not None and torch.equal(data, again)))
-
-    cluster.transport.observers.append(look)
-
-    def script(worker: ScriptedWorker) -> None:
-        worker.open()
-        for _ in range(2):
-            worker.step(worker.numbers())
-        worker.finish()
-
-    cluster.play(script)
-    assert all(same for _, same in told)
-    assert {under_way for under_way, _ in told} >= {0, 1, 2}
-
-
 @pytest.mark.parametrize("damage", ["short", "text", "component", "nothing"])
 def test_bytes_that_are_no_likeness_are_refused(damage: str) -> None:
     data = save(copy_of(calm(2)))
@@ -334,15 +292,3 @@ def test_one_wrong_bit_in_a_second_copy_is_found_and_it_is_made_anew(spoil: int)
     assert all(map(torch.equal, *map(flats_of, cluster.copies(1))))
     for me, seen in calm.ends.items():
         assert all(map(torch.equal, cluster.ends[me], seen)), "the job goes on with the copy that has spoken"
-
-
-def test_each_bucket_is_looked_at_once_in_so_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica_checksum, "EVERY", 100)
-    server = run_checked().speaking(0)
-    buckets = len(server.state.known.buckets)
-    server.state.version, found = 1000, 0
-    for version in range(900, 1000):
-        server.state.version = version + 1
-        found += replica_checksum.mark(server, version) is not None
-    assert found == len({0, *(bucket.id % 100 for bucket in server.state.known.buckets)}) <= buckets + 1
-    assert replica_checksum.mark(server, 1000) is None, "no step was made"
