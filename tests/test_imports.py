@@ -87,7 +87,7 @@ LIBRARIES = {
     "lightning_utilities": ("compat/integrations/lightning.py",),
     "ray": ("launch/launchers/ray.py",),
     "prometheus_client": ("tools/exporters/metrics.py",),
-    "tensorboard": ("tools/exporters/curve_files.py",),
+    "tensorboard": ("tools/exporters/curve_exports.py",),
 }
 # optional extras: imported inside the function that needs them
 LAZY = frozenset({"yaml", "matplotlib", "redis", "cryptography", "submitit", "ray", "prometheus_client", "tensorboard"})

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from topotrain.extensions.worker_values.worker_values import broadcast, gather, global_step, max, mean, min, sum
     from topotrain.launch.by_hand.manual_worker import leave
     from topotrain.parallel.api.device_placement import device, place
-    from topotrain.tools.exporters.tracker import Tracker
+    from topotrain.tools.exporters.curve_exports import Tracker
     from topotrain.tools.notebook import notebook_launch
     from topotrain.training.api import (
         as_is,
@@ -86,7 +86,7 @@ _HOMES = {
     "notebook_launch": "topotrain.tools.notebook",
     "Session": "topotrain.compat.tensorflow.session.session_client",
     "Trainer": "topotrain.training.trainer.trainer",
-    "Tracker": "topotrain.tools.exporters.tracker",
+    "Tracker": "topotrain.tools.exporters.curve_exports",
     **dict.fromkeys(("save", "state_dict"), "topotrain.training.model_state"),
 }
 _MODULES = {

@@ -22,7 +22,7 @@ from topotrain.extensions.backup_workers.backup_messages import StepCatchUp
 from topotrain.extensions.backup_workers.quorum import Quorum
 from topotrain.extensions.backup_workers.quorum_pushes import QuorumPushes
 from topotrain.extensions.backup_workers.replay_batches import LateBatchReplay, LateSteps
-from topotrain.tools.monitor.stragglers import stragglers
+from topotrain.tools.monitor.process_tally import stragglers
 from topotrain.training.data.distributed_loader import ShardedLoader
 from topotrain.training.data.map_dataset import PLAIN, DataPlan
 from topotrain.training.step_progress import ProgressReporter

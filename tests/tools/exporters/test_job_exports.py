@@ -20,9 +20,9 @@ import topotrain as tt
 from tests.support.recorded_jobs import recorder_of
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.core.events import Event, Notice, Output, Resized, Resources, ServerLoad
-from topotrain.tools.exporters import curve_files, job_exports
+from topotrain.tools.exporters import job_exports
+from topotrain.tools.exporters.curve_exports import load
 from topotrain.tools.exporters.job_exports import JobExports
-from topotrain.tools.exporters.tracker import load
 from topotrain.tools.recording import history_series
 
 CALLS: list[tuple[Any, ...]] = []
@@ -234,7 +234,7 @@ def test_a_wrong_value_and_a_missing_library_are_refused_and_nothing_is_written_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(Exported(tmp_path / "job", "jsonl", "tensorboard"), [], 1)
-    monkeypatch.setattr(curve_files, "find_spec", lambda name: None)
+    monkeypatch.setattr(job_exports, "find_spec", lambda name: None)
     for value, accepted in (
         ("tensorboard", r"pip install 'topotrain\[tensorboard\]'"),
         ("wandb", r"must be tensorboard\[:DIR\], jsonl\[:FILE\] or python:MODULE:CLASS"),

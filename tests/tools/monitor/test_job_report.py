@@ -35,8 +35,8 @@ from topotrain.launch import JobOutcome
 from topotrain.tools.monitor import loss_curves
 from topotrain.tools.monitor.job_report import Report, story
 from topotrain.tools.monitor.loss_curves import bars, common_loss, merge, seconds_to
+from topotrain.tools.monitor.process_tally import stragglers
 from topotrain.tools.monitor.result_tables import comparison, losses, summary
-from topotrain.tools.monitor.stragglers import stragglers
 
 DOWNPOUR = Cluster(nworker_groups=2, nworkers_per_group=2, nservers_per_group=2, server_worker_separate=True)
 JOB = Job(name="digits", program="train.py", args=("--lr", "0.1"), cluster=DOWNPOUR)

@@ -79,7 +79,9 @@ def test_the_view_has_the_layout() -> None:
     assert series(view, "job:staleness_bound") == [[0.0, 0, 4.0]]
     job = view["job"]
     assert (job["name"], job["framework"], job["started"]) == ("digits", "Downpour (asynchronous)", STARTED)
-    assert "nworker_groups: 2" in job["block"] and (job["ended"], job["code"]) == (None, None)
+    assert "nworker_groups: 2" in job["block"] and (job["ended"], job["code"], job["eta_s"]) == (None, None, None)
+    job = told((10.0, step(progress=0.25, epoch=2)), (20.0, step(number=11, progress=0.5, epoch=3))).view()["job"]
+    assert (job["progress"], job["eta_s"], job["epoch"]) == (0.5, 20.0, 3)
 
 
 def test_curves_have_the_rates_of_the_last_seconds() -> None:
@@ -119,17 +121,6 @@ def test_a_new_process_counts_from_zero_again() -> None:
     assert series(made.view(), "worker 0/0:samples_per_s")[-1] == [12.0, 5, 50.0]
     assert series(made.view(), "worker 0/0:loss")[-1] == [12.0, 5, None]
     assert made.summary()["loss"] is None and made.summary()["workers"][0]["loss"] is None
-
-
-def test_the_remaining_time_follows_the_progress() -> None:
-    made = told((10.0, step(progress=0.25, epoch=2)), (20.0, step(number=11, progress=0.5, epoch=3)))
-    job = made.view()["job"]
-    assert (job["progress"], job["eta_s"], job["epoch"]) == (0.5, 20.0, 3)
-    assert told((10.0, step())).view()["job"]["eta_s"] is None
-    # A slow beginning is forgotten, as by the terminal.
-    shares = [(0.0, 0.0), (10.0, 0.01), *((10.0 + at, 0.01 + at / 20) for at in range(1, 11))]
-    slow = told(*[(at, step(number=number, progress=share)) for number, (at, share) in enumerate(shares, 1)])
-    assert slow.summary()["eta_s"] == 9.8
 
 
 def states(made: JobHistory, who: str) -> list[str]:
@@ -195,16 +186,13 @@ def test_a_server_inside_a_worker_has_the_state_of_the_worker() -> None:
     assert made.summary()["servers"][0]["updates"] == 9
 
 
-def test_a_lost_unit_takes_its_processes_along() -> None:
-    made = told((1.0, step("worker 1/0")), (2.0, events.Failed("unit 1", "died", "unit 1 vanished", "")))
+@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "dead"), (None, "dead")])
+def test_with_the_job_or_a_unit_its_processes_have_ended(code: int | None, state: str) -> None:
+    made = told((1.0, step("worker 1/0")), (2.0, events.Failed("unit 1", "died", "unit 1 vanished", "")), (3.0, step()))
     view = made.view()
     lost = [each["name"] for each in view["processes"] if each["unit"] == 1]
     assert lost and all(view["states"].get(who, [[0, "dead"]])[-1][1] == "dead" for who in lost)
-
-
-@pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "dead"), (None, "dead")])
-def test_with_the_job_its_processes_have_ended(code: int | None, state: str) -> None:
-    made = told((1.0, step()), (2.0, RecordingEnd(code)))
+    made.add(TimedEvent(4.0, RecordingEnd(code)))
     assert states(made, "worker 0/0")[-1] == state
     assert made.summary()["state"] == "ended" and made.view()["job"]["code"] == code
     assert made.view()["story"][-1]["kind"] == "ended"
@@ -314,8 +302,8 @@ def test_a_summary_for_the_store_has_its_bound_and_those_in_trouble_first() -> N
 # ---- figures of a job that ends, and of workers that are gone --------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", [RecordingEnd(0), None])
-def test_the_curve_of_a_group_ends_with_its_last_step(ending: RecordingEnd | None) -> None:
+@pytest.mark.parametrize("ending", [RecordingEnd(0), None, events.Resources("worker 0/0", 1, 777, 0.5)])
+def test_the_curve_of_a_group_has_a_point_each_half_second_and_the_last_step(ending: Any) -> None:
     made = told(
         (1.0, step(number=10, loss=0.8)),
         (1.1, step("worker 0/1", number=11, loss=0.6)),
@@ -326,15 +314,9 @@ def test_the_curve_of_a_group_ends_with_its_last_step(ending: RecordingEnd | Non
     if ending is None:
         assert made.lose()
     else:
-        made.add(TimedEvent(1.3, ending))
+        made.add(TimedEvent(1.6, ending))
     assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.4]]
     assert series(made.since(cursor), "group 0:loss") == [[1.2, 12, 0.4]]
-
-
-def test_a_point_of_a_group_does_not_wait_for_the_next_step() -> None:
-    made = told((1.0, step(number=10, loss=0.8)), (1.2, step(number=12, loss=0.2)))
-    made.add(TimedEvent(1.6, events.Resources("worker 0/0", 1, 777, 0.5)))
-    assert series(made.view(), "group 0:loss") == [[1.0, 10, 0.8], [1.2, 12, 0.2]]
     job, summary = made.view()["job"], made.summary()
     assert [job[name] == summary[name] for name in ("step", "loss", "samples_per_s")] == [True] * 3
 

@@ -132,66 +132,51 @@ def test_of_long_texts_the_end_is_kept() -> None:
 
 def test_a_recording_has_all_events_but_output_between_header_and_end(tmp_path: Path) -> None:
     path = tmp_path / "work" / FILE
-    written(path, *EXAMPLES, code=3)
+    written(path, *EXAMPLES, *[events.Notice("launcher", str(n)) for n in range(100)], code=3)
     found = events_of(path)
     assert isinstance(found[0], RecordingHeader) and found[-1] == RecordingEnd(3)
     # Of the same kind and process only the last sample of half a second is there.
     names = {type(event).__name__ for event in found[1:-1]}
     assert names == {type(event).__name__ for event in EXAMPLES} - {Output.__name__}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    times = [timed.at for timed in read_recording(path) if isinstance(timed.event, events.Notice)]
+    assert times == sorted(set(times)), "no two have one time"
 
 
-def test_times_always_increase(tmp_path: Path) -> None:
+def test_a_second_run_begins_anew_and_a_resumed_one_goes_on_behind_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / FILE
-    written(path, *[events.Notice("launcher", str(n)) for n in range(100)])
-    times = [timed.at for timed in read_recording(path)]
-    assert times == sorted(set(times)) and times[0] == 0.0
-
-
-def test_a_second_run_begins_anew_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / FILE
-    written(path, events.Notice("launcher", "first"))
-    written(path, events.Notice("launcher", "second"))
-    assert events.Notice("launcher", "first") not in events_of(path)
+    for text in ("first", "second"):
+        written(path, events.Notice("launcher", text))
+    with path.open("ab") as file:
+        file.write(b'{"at":9.0,"event":"Noti')
     written(path, events.Notice("launcher", "third"), resumed=True)
-    found = [type(event).__name__ for event in events_of(path)]
-    assert found == ["RecordingHeader", "Notice", "RecordingEnd"] * 2
+    found = events_of(path)
+    assert [type(event).__name__ for event in found] == ["RecordingHeader", "Notice", "RecordingEnd"] * 2
+    assert [event.text for event in found if isinstance(event, events.Notice)] == ["second", "third"]
     seen = history(*read_recording(path)).view()
     assert [entry["kind"] for entry in seen["story"]] == ["notice", "ended", "notice", "notice", "ended"]
 
 
-def test_a_resumed_run_begins_a_new_line_behind_half_a_line(tmp_path: Path) -> None:
-    path = tmp_path / FILE
-    written(path, events.Notice("launcher", "first"), code=None)
-    with path.open("ab") as file:
-        file.write(b'{"at":9.0,"event":"Noti')
-    written(path, events.Notice("launcher", "again"), resumed=True)
-    assert [e.text for e in events_of(path) if isinstance(e, events.Notice)] == ["first", "again"]
-
-
-def test_samples_are_written_at_most_twice_a_second_and_the_last_one_always(tmp_path: Path) -> None:
+def test_samples_are_written_at_most_twice_a_second_and_other_events_behind_those_before_them(tmp_path: Path) -> None:
     path, clock = tmp_path / FILE, Clock()
     writer = RecordingWriter(path, header(), clock)
     for tick in range(400):
         clock.now = tick / 40
         writer.write(step(number=tick))
+    writer.write(events.Incident(0, "worker 0/0", "was killed", "restarts", 0.1))
+    clock.now += 0.1
+    writer.write(step(number=3))
     writer.write(events.Waits("worker 0/0", 1.0))
     writer.close(0)
-    steps = [timed for timed in read_recording(path) if isinstance(timed.event, events.StepDone)]
-    assert 18 <= len(steps) <= 22 and steps[-1].event.step == 399  # type: ignore[union-attr]
-    assert all(later.at - earlier.at >= 0.4 for earlier, later in itertools.pairwise(steps[:-1]))
-
-
-def test_an_event_stands_behind_the_samples_before_it(tmp_path: Path) -> None:
-    path, clock = tmp_path / FILE, Clock()
-    writer = RecordingWriter(path, header(), clock)
-    writer.write(step(number=7))
-    clock.now = 0.1
-    writer.write(events.Incident(0, "worker 0/0", "was killed", "restarts", 0.1))
-    clock.now = 0.2
-    writer.write(step(number=3))
-    writer.close(0)
-    assert [getattr(e, "step", type(e).__name__) for e in events_of(path)[1:]] == [7, "Incident", 3, "RecordingEnd"]
+    *timed, last, incident, again, _waits, _end = read_recording(path)
+    steps = [each for each in timed if isinstance(each.event, events.StepDone)]
+    assert 18 <= len(steps) + 1 <= 22
+    assert all(later.at - earlier.at >= 0.4 for earlier, later in itertools.pairwise(steps))
+    assert [getattr(each.event, "step", type(each.event).__name__) for each in (last, incident, again)] == [
+        399,
+        "Incident",
+        3,
+    ]
 
 
 def test_a_full_disk_costs_one_notice_and_the_recording_goes_on_when_there_is_room(
@@ -225,9 +210,7 @@ def test_a_full_disk_costs_one_notice_and_the_recording_goes_on_when_there_is_ro
     assert [e.text for e in events_of(path) if isinstance(e, events.Notice)] == ["before", "after"]
 
 
-def test_a_recording_that_could_not_begin_has_its_header_when_there_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recording_that_could_not_begin_has_its_header_when_there_is_room(tmp_path: Path) -> None:
     path, told = tmp_path / "work" / FILE, Told()
     (tmp_path / "work").write_text("no folder")
     writer = RecordingWriter(path, header(), Clock(), told)
@@ -236,15 +219,10 @@ def test_a_recording_that_could_not_begin_has_its_header_when_there_is_room(
     (tmp_path / "work").unlink()
     writer.write(events.Notice("launcher", "after"))
     writer.close(0)
-    assert len(told.texts) == 1
     assert [type(e).__name__ for e in events_of(path)] == ["RecordingHeader", "Notice", "RecordingEnd"]
-
-
-def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / FILE)
-    told = Told()
     written(tmp_path / FILE, events.Notice("launcher", "x"), notifier=told, resumed=True)
-    assert len(told.texts) == 1
+    assert len(told.texts) == 2, "a named pipe is not waited for"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -280,14 +258,6 @@ def test_a_follower_reads_each_line_once(timed: list[TimedEvent], pieces: list[i
         found += follower.poll()
     follower.close()
     assert [repr(each) for each in found] == [repr(each) for each in read_recording(path)]
-
-
-def test_a_follower_waits_for_the_file(tmp_path: Path) -> None:
-    follower = RecordingFollower(tmp_path / FILE)
-    assert follower.poll() == []
-    written(tmp_path / FILE, events.Notice("launcher", "x"))
-    assert len(follower.poll()) == 3 and follower.poll() == []
-    follower.close()
 
 
 def aged(path: Path, seconds: int, resumed: bool = False, ends: bool = True) -> RecordingWriter:
@@ -361,8 +331,9 @@ def test_events_that_repeat_are_samples_after_a_while(tmp_path: Path) -> None:
 
 def test_a_follower_sees_that_another_job_has_begun(tmp_path: Path) -> None:
     path = tmp_path / FILE
-    written(path, events.Notice("launcher", "first"))
     follower = RecordingFollower(path)
+    assert follower.poll() == [], "there is no file yet"
+    written(path, events.Notice("launcher", "first"))
     made = history(*follower.poll())
     cursor = made.view()["cursor"]
     writer = RecordingWriter(path, header(STARTED + 5), Clock())

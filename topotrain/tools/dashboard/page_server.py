@@ -30,8 +30,7 @@ from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard import page_access
 from topotrain.tools.dashboard.page_access import PageAccess
-from topotrain.tools.dashboard.page_files import LIBRARY, LIVE, LONE, SCRIPT, STYLE, page_files
-from topotrain.tools.dashboard.process_logs import tail_of
+from topotrain.tools.dashboard.page_files import LIBRARY, LIVE, LONE, SCRIPT, STYLE, page_files, tail_of
 from topotrain.tools.dashboard.run_comparison import (
     RunFigures,
     add_new_runs,

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event as Flag
 from threading import Thread
@@ -11,10 +12,17 @@ from typing import Any
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.core.events import Notice
-from topotrain.tools.exporters import curve_files
-from topotrain.tools.exporters.curve_files import CurveExport, CurvePoint
+from topotrain.tools.exporters.curve_exports import (
+    JSONL,
+    TENSORBOARD,
+    CurveExport,
+    CurvePoint,
+    JsonLinesExport,
+    TensorBoardExport,
+    TrackerExport,
+    load,
+)
 from topotrain.tools.exporters.metrics import MetricsServer, split_address
-from topotrain.tools.exporters.tracker import TrackerExport, load
 from topotrain.tools.recording.job_history import HistorySource, HistoryStart
 
 LOG = "--log"
@@ -141,8 +149,7 @@ def _export(value: str, workspace: Path) -> CurveExport:
     if kind == "python":
         return TrackerExport(load(LOG, value, words))
     if kind == "jsonl":
-        return curve_files.JsonLinesExport(Path(words) if words else workspace / curve_files.JSONL, private=not words)
-    if not curve_files.has_tensorboard():
-        raise ConfigError(LOG, value, curve_files.MISSING)
-    folder = Path(words) if words else workspace / curve_files.TENSORBOARD
-    return curve_files.TensorBoardExport(folder, private=not words)
+        return JsonLinesExport(Path(words) if words else workspace / JSONL, private=not words)
+    if find_spec("tensorboard") is None:
+        raise ConfigError(LOG, value, "needs tensorboard: pip install 'topotrain[tensorboard]'")
+    return TensorBoardExport(Path(words) if words else workspace / TENSORBOARD, private=not words)

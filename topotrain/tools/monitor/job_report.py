@@ -42,8 +42,14 @@ from topotrain.core.events import (
 )
 from topotrain.launch import JobOutcome
 from topotrain.tools.monitor.loss_curves import Point, merge
-from topotrain.tools.monitor.process_tally import ProcessCounts, ProcessStates, ProcessTally, round_report
-from topotrain.tools.monitor.stragglers import Straggler, stragglers
+from topotrain.tools.monitor.process_tally import (
+    ProcessCounts,
+    ProcessStates,
+    ProcessTally,
+    Straggler,
+    round_report,
+    stragglers,
+)
 from topotrain.tools.recording.event_stories import moved
 from topotrain.tools.recording.job_summary import finite
 

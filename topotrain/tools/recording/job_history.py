@@ -11,8 +11,7 @@ from typing import Any, Protocol
 from topotrain.core.events import Event, Serving, Slices, Started, StepDone, Tested
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
-from topotrain.tools.recording.job_curves import JobCurves
-from topotrain.tools.recording.job_summary import JobFigures
+from topotrain.tools.recording.job_summary import JobCurves, JobFigures
 from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
 

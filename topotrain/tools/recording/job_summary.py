@@ -1,4 +1,4 @@
-"""The figures of a job as a whole, and its summary."""
+"""The figures of a job as a whole: its curves, and its summary."""
 
 import json
 import math
@@ -6,8 +6,20 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from topotrain.core.events import Event, Incident, Recovered, Saved
-from topotrain.tools.recording.process_table import ProcessTrack
+from topotrain.core.events import (
+    Event,
+    Incident,
+    Logged,
+    Recovered,
+    Resources,
+    Saved,
+    ServerLoad,
+    StepDone,
+    Tested,
+    Traffic,
+)
+from topotrain.tools.recording.history_series import Moment, SeriesTable
+from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingHeader
 from topotrain.tools.recording.run_progress import JobProgress
 
@@ -15,7 +27,85 @@ SUMMARY_VERSION = 1
 MOST_INCIDENTS = 100
 LAST_SNAPSHOTS = 5
 _SHORT = 200  # characters
+GROUP_S = 0.5
+"""Seconds between two points of a group's loss, except the last one."""
 _USUAL = frozenset({"computes", "waits", "applies", "finished"})
+
+
+class JobCurves:
+    """Adds points to the series of a job.
+
+    Args:
+        processes: of the job.
+        series: gets the points.
+    """
+
+    def __init__(self, processes: ProcessTable, series: SeriesTable) -> None:
+        self._processes, self._series = processes, series
+        self._stepped: dict[int, float] = {}
+        """When each worker group made a step that its loss has no point of yet."""
+        self._added: dict[int, float] = {}
+        """The time of the last point of each group's loss."""
+
+    def add(self, process: ProcessTrack, event: Event, now: Moment) -> None:
+        """Add the points of an event; the process has recorded it."""
+        match event:
+            case StepDone():
+                self._on_step(process, event, now)
+            case Logged():
+                for name, value in process.figures.on_logged(event.values).items():
+                    self._series.add(now, process.who, f"log:{name}", value, event.step)
+            case Resources():
+                self._series.add(now, process.who, "memory_bytes", float(event.memory_bytes), process.progress)
+            case Traffic():
+                known = self._processes.by_name
+                process.sent.add(now.at, sum(count for to, count in event.sent.items() if to in known))
+                if process.bytes_per_s is not None:
+                    self._series.add(now, process.who, "bytes_per_s", process.bytes_per_s, process.progress)
+            case ServerLoad() if process.load.updates_per_s is not None:
+                self._series.add(now, process.who, "updates_per_s", process.load.updates_per_s, event.version)
+            case _:
+                pass
+        self.add_loss(process, now)
+
+    def add_test(self, event: Tested, now: Moment) -> None:
+        for metric, value in event.values.items():
+            self._series.add(now, "job", f"{event.kind}:{metric}", value, event.step)
+
+    def add_loss(self, process: ProcessTrack, now: Moment) -> None:
+        """Add the loss of a worker's group, if it has made a step and it is time."""
+        group = process.group
+        # Not in each step: the mean of a group of hundreds of workers takes a while.
+        if not process.is_server and group in self._stepped and now.at >= self._added.get(group, -GROUP_S) + GROUP_S:
+            self._add_loss(group, now)
+
+    def end(self, now: Moment) -> None:
+        """Add the last points, because the job has ended."""
+        for group in list(self._stepped):
+            self._add_loss(group, now)
+
+    def _on_step(self, process: ProcessTrack, event: StepDone, now: Moment) -> None:
+        figures, staleness = process.figures, process.figures.staleness
+        for metric, value in (
+            ("loss", event.loss),
+            ("samples_per_s", figures.samples_per_s),
+            ("waiting_share", figures.waiting_share),
+            ("staleness_mean", staleness.mean),
+            ("staleness_p95", staleness.p95),
+            ("staleness_max", float(staleness.max)),
+        ):
+            if value is not None:
+                self._series.add(now, process.who, metric, value, event.step)
+        self._stepped[process.group] = now.at
+
+    def _add_loss(self, group: int, now: Moment) -> None:
+        at = self._stepped.pop(group)
+        counted = [process for process in self._processes.group(group) if process.counts]
+        loss = _mean_loss(counted)
+        if loss is not None:
+            self._added[group] = at
+            step = max(each.figures.step for each in counted)
+            self._series.add(Moment(now.number, at), f"group {group}", "loss", loss, step)
 
 
 @dataclass(slots=True)
@@ -82,7 +172,7 @@ class JobFigures:
         done, over = self.progress, self.ended is not None or self.lost
         workers = [process for process in processes if not process.is_server]
         counted = [each for each in workers if each.counts]
-        losses = [each.figures.loss for each in counted if each.figures.loss is not None]
+        loss = _mean_loss(counted)
         # Of a job that has ended, the last figures of those that took part until then.
         rates = [each.figures.samples_per_s for each in counted if over or each.is_present]
         return {
@@ -96,7 +186,7 @@ class JobFigures:
             "eta_s": None if over else _rounded(done.left_s(self.at)),
             "epoch": done.epoch if done.epoch >= 0 else None,
             "step": max((each.figures.step for each in workers), default=0),
-            "loss": finite(sum(losses) / len(losses)) if losses else None,
+            "loss": None if loss is None else finite(loss),
             "samples_per_s": _sum(rates),
         }
 
@@ -144,6 +234,11 @@ def _server(process: ProcessTrack) -> dict[str, Any]:
         "updates_per_s": _rounded(process.load.updates_per_s),
         "memory_bytes": process.memory_bytes,
     }
+
+
+def _mean_loss(workers: Iterable[ProcessTrack]) -> float | None:
+    losses = [each.figures.loss for each in workers if each.figures.loss is not None]
+    return sum(losses) / len(losses) if losses else None
 
 
 def finite(value: float) -> float | None:
