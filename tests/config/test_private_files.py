@@ -180,14 +180,6 @@ def test_no_stranger_can_open_the_lock(tmp_path):
     assert "PermissionError" in done.stderr
 
 
-@pytest.mark.journey
-def test_a_lock_that_is_held_out_of_sight_names_no_pid_as_the_holder(tmp_path, monkeypatch):
-    monkeypatch.setattr("topotrain.launch.agent.file_locks._LOCKS", tmp_path / "nothing")
-    (tmp_path / "lock").write_text("4711")
-    with held(tmp_path / "lock"):
-        assert "on another host or in another container (last launcher here: pid 4711)" in refusal(tmp_path)
-
-
 def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
     (tmp_path / "lock").mkdir()
     assert "lock" in refusal(tmp_path)

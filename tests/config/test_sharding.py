@@ -159,17 +159,6 @@ def test_the_digest_tells_maps_apart():
     assert len({m.digest for m in others}) == len(others)
 
 
-def test_a_cut_inside_a_parameter_is_at_a_multiple_of_64_from_its_start():
-    m = cut([parameter("a", 100), parameter("b", 1000)], 3, bucket_bytes=ALIGN * 4)
-    assert m.ranges == (((0, 384), (384, 768), (768, 1152)),)
-    assert [(s.parameter, s.shard, s.start, s.hi - s.lo) for s in m.segments] == [
-        (0, 0, 0, 100),
-        (1, 0, 0, 256),
-        (1, 1, 256, 384),
-        (1, 2, 640, 360),
-    ]
-
-
 def test_whole_tensors_are_balanced_and_the_imbalance_is_told():
     sizes = [100, 900, 500, 400, 90]
     m = cut([parameter(f"p{n}", size) for n, size in enumerate(sizes)], 2, slicing=Slicing.kTensor)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seeds import SOAK, examples
+from seeds import examples
 
 from topotrain.config.job import Cluster, ConfigError, TransportChoice
 from topotrain.config.topology import MOST, Address, Role, Topology, layout, validate
@@ -133,15 +133,6 @@ def check_sharing(t: Topology) -> None:
 CHECKS = (check_placed_once, check_formulas, check_groups, check_sums, check_sharing)
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_all_legal_counts_follow_the_rules(apart):
-    """Every choice of the six counts in `make soak`, and one of 31 otherwise."""
-    for counts in LEGAL[:: 1 if SOAK else 31]:
-        topology = layout(Cluster(**counts, server_worker_separate=apart))
-        for check in CHECKS:
-            check(topology)
-
-
 @given(clusters())
 @settings(max_examples=examples(100), deadline=None)
 def test_every_legal_cluster_follows_the_rules(cluster):
@@ -214,12 +205,6 @@ def test_without_declared_servers_each_group_has_a_home_beside_its_first_worker(
     data = topology.as_data()
     assert all(unit["servers"] == [] for unit in data["units"])
     assert data["server_group_of_worker_group"] == [None, None]
-
-
-@pytest.mark.parametrize("address", [(Role.WORKER, 2, 0), (Role.WORKER, 0, 2), (Role.SERVER, 0, -1)])
-def test_no_process_is_at_an_address_outside_the_layout(address):
-    with pytest.raises(ValueError, match="does not exist"):
-        layout(DOWNPOUR).unit_of(Address(*address))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
-    WeightedRandomSampler,
     get_worker_info,
 )
 
@@ -167,11 +166,8 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(Numbers(11), 4),
     "shuffled": lambda: DataLoader(Numbers(11), 4, shuffle=True, drop_last=True),
     "generator": lambda: DataLoader(Numbers(11), 4, shuffle=True, generator=torch.Generator().manual_seed(5)),
-    "weighted": lambda: DataLoader(Numbers(11), 4, sampler=WeightedRandomSampler([1.0] * 11, 30)),
     "subset": lambda: DataLoader(Numbers(11), 2, sampler=SubsetRandomSampler([2, 4, 6, 8])),
-    "replacement": lambda: DataLoader(Numbers(11), 4, sampler=RandomSampler(Numbers(11), True, 70)),
     "batch sampler": lambda: DataLoader(Numbers(11), batch_sampler=batches_of_own()),
-    "collate": lambda: DataLoader(Numbers(11), 4, shuffle=True, collate_fn=lambda items: torch.stack(items) + 1),
     "keys": lambda: DataLoader(Numbers(11), batch_size=None, sampler=RandomSampler(Numbers(11))),
     "processes": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=2),
     "persistent": lambda: DataLoader(Numbers(11), 2, shuffle=True, num_workers=1, persistent_workers=True),
@@ -179,7 +175,6 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "stream in processes": lambda: DataLoader(Stream(11, shuffle=True), 2, num_workers=2, prefetch_factor=3),
     "stream of items": lambda: DataLoader(Stream(5), batch_size=None),
     "subclass": lambda: Doubled(Numbers(11), 4, shuffle=True),
-    "stream, subclass": lambda: Doubled(Stream(11), 4),
 }
 
 

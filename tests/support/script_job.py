@@ -99,7 +99,8 @@ class Here:
 
 def jobs(folder, monkeypatch):
     """The body of a fixture: job(**fields of Job) enters one. What a job does to torch is undone."""
-    monkeypatch.setattr(context, "_current", None)
+    for name in ("_current", "_unused"):  # `enter` sets both
+        monkeypatch.setattr(context, name, None)
     monkeypatch.setattr(torch.autograd, "backward", torch.autograd.backward)
     monkeypatch.setattr(torch.amp.GradScaler, "scale", torch.amp.GradScaler.scale)
     made = []

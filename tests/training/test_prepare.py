@@ -2,15 +2,14 @@
 
 import copy
 import sys
-import warnings
 
 import pytest
 import torch
-from in_process_job import Cnn, adam, cross_entropy, mlp, sgd
+from in_process_job import adam, cross_entropy, mlp, sgd
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from script_job import job as job  # a fixture
-from script_job import loader, plain, state, train, unfused
+from script_job import loader, plain, train, unfused
 from torch import nn
 
 import topotrain as tt
@@ -24,7 +23,7 @@ from topotrain.launch import choose_cause
 from topotrain.launch.log_lines import without_stamps
 from topotrain.launch.runtime import entry_points
 from topotrain.parallel.api.dry_run import state_factor
-from topotrain.training import context, finish_job, misuse_checks
+from topotrain.training import finish_job, misuse_checks
 from topotrain.training.final_parameters import save_final
 from topotrain.training.parameters.flat_parameters import describe_model
 
@@ -149,34 +148,6 @@ def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path):
     assert (done.steps, done.samples, done.who) == (10, 80, "worker 0/0") and done.bytes_out > 0
     assert here.heard(events.StepDone)[0].loss == pytest.approx(losses[0])
     mlp().load_state_dict(saved)
-
-
-def test_after_the_job_the_script_trains_on_by_itself(job):
-    """As after `tt.leave()`, which keeps the optimizer's state."""
-
-    def twice(between):
-        torch.manual_seed(3)
-        model = mlp()
-        optimizer = unfused(model)
-        model, optimizer, batches = tt.prepare(model, optimizer, loader(shuffle=False))
-        train(model, optimizer, batches, 1)
-        between(optimizer)
-        train(model, optimizer, loader(shuffle=False), 1)
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-        return state(model)
-
-    def leave(optimizer):
-        assert type(optimizer) is torch.optim.Adam
-        here.context.adopted[optimizer].keep_state()
-        finish_job.finish(here.context)
-        finish_job.close(here.context, finished=True)
-        context.enter(None)
-
-    context.forget()
-    expected = twice(lambda optimizer: None)
-    here = job()
-    found = twice(leave)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -414,45 +385,7 @@ def test_losses_are_seen_unscaled_and_private_ones_not(job):
     assert here.context.worker.tally.loss_sum == pytest.approx(float(loss.detach()))
 
 
-def test_debug_writes_norms_per_layer(job, tmp_path):
-    here = job(debug=True)
-    model = mlp()
-    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
-    train(model, optimizer, batches, 1)
-    here.finish()
-    lines = (tmp_path / "debug.jsonl").read_text().splitlines()
-    assert len(lines) == 5 and '"0.weight": {"value": ' in lines[0]
-
-
-def test_no_warnings_from_schedulers_and_scalers(job):
-    job()
-    model = mlp()
-    optimizer = adam(model)
-    early = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    tt.prepare(model, optimizer, None, early)
-    late = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    x, y = next(iter(loader()))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            optimizer.zero_grad()
-            cross_entropy(model, x, y).backward()
-            optimizer.step()
-            early.step()
-            late.step()
-    assert caught == []
-
-
 # --- the final file ----------------------------------------------------------------------------------------------
-
-
-def test_the_final_file_loads_strictly_where_nothing_is_tied(tmp_path):
-    model = nn.Sequential(Cnn(), nn.Linear(5, 5))
-    model[1].register_buffer("cache", torch.zeros(3), persistent=False)
-    model[0].to(memory_format=torch.channels_last)
-    save_final(describe_model(model), tmp_path / "f.safetensors")
-    model.load_state_dict(load_file(tmp_path / "f.safetensors"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["f.safetensors"]
 
 
 def test_tied_weights_are_saved_once_and_load_by_the_files_own_library(tmp_path):

@@ -179,17 +179,6 @@ def test_the_job_begins_at_the_first_use(job, use):
     finish_job.close(here.context, finished=False)
 
 
-def test_a_script_that_uses_nothing_begins_at_its_end(job, tmp_path):
-    here = job()
-    body, _, one, _ = pair()
-    tt.prepare(body, one)
-    assert here.context.worker is None
-    here.finish()
-    assert same(
-        {f"{name}": value for name, value in load_file(tmp_path / "final.safetensors").items()}, body.state_dict()
-    )
-
-
 def test_loaders_may_come_in_several_calls_and_anew_in_each_epoch(job):
     def script() -> dict[str, torch.Tensor]:
         body, head, one, two = pair()
@@ -256,17 +245,6 @@ def test_leases_and_tables_do_not_go_with_several_optimizers(job):
     tt.prepare(body, head, table, one, two)
     with pytest.raises(ConfigError, match=r"'Adam and SGD': must be one optimizer, .*: rows of a Embedding"):
         tt.epochs(1).__len__()
-
-
-def test_an_optimizer_that_was_not_prepared_is_named(job):
-    here = job()
-    body, head, one, two = pair()
-    other = sgd(head)
-    tt.prepare(body, head, one, two)
-    head(torch.ones(1, 9)).sum().backward()
-    with pytest.raises(ConfigError, match=r"parameter 1.weight and 1 more .* only the Adam and SGD that tt.prepare"):
-        other.step()
-    finish_job.close(here.context, finished=False)
 
 
 def test_schedulers_of_one_class_are_told_apart_by_their_optimizers():

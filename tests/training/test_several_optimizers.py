@@ -11,7 +11,6 @@ from training_loops import gan, head_and_all, in_phases, one_backward_and_two_st
 from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, Slicing
 from topotrain.core.client.client import JobError
 from topotrain.core.optim.adapter import OptimizerSpec, describe_all
-from topotrain.training.gradients.push_path import StepHabits
 
 # --- other settings ----------------------------------------------------------------------------------------------
 
@@ -113,15 +112,6 @@ def test_a_parameter_of_several_optimizers_has_a_state_in_each():
 # --- descriptions ------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_has_parameters_of_one_optimizer():
-    result = run_local(job_of("allreduce"), parts_of_one_model, one_backward_and_two_steps)
-    slices = result.workers[0].worker.map
-    for bucket in slices.buckets:
-        owners = {slices.parameters[slices.segments[piece.segment].parameter].optimizer for piece in bucket.pieces}
-        assert len(owners) <= 1
-    assert {space.optimizer for space in slices.spaces} == {0, 1}
-
-
 def test_the_text_of_one_optimizer_is_as_it_was_and_that_of_several_comes_back():
     model, optimizers = parts_of_one_model()
     one = describe_all(optimizers[:1], list(model.parameters())[::2])
@@ -151,15 +141,6 @@ def test_the_text_of_optimizers_of_the_same_parameters_comes_back():
     for wrong in ("3", "[[2]]", "[[4,1]]", "[[2,4]]", "[[2,true]]"):
         with pytest.raises(ConfigError, match="also"):
             OptimizerSpec.from_text(spec.to_text().replace("[[2,1],[3,1],[1,2],[2,3]]", wrong))
-
-
-def test_the_next_step_is_guessed_from_the_order_of_the_last_ones():
-    habits = StepHabits(1)
-    for _ in range(3):
-        habits.note(1, 2)
-        expected_g = (habits.optimizer, habits.backwards)
-        habits.note(0, 1)
-    assert expected_g == (0, 1) and (habits.optimizer, habits.backwards) == (1, 2)
 
 
 # --- what goes wrong ---------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Tap, Tr
 from topotrain.comm.security import handshake
 from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
 from topotrain.comm.transport import Refused, TransportError, socket_transport
-from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch
 
 
@@ -76,11 +75,6 @@ def test_each_mismatch_has_its_code(changes, code, turned):
     assert len(tap.got) <= 512
     if code in ("JOB", "AUTH"):
         assert us.digest.encode() not in tap.got + b"".join(tap.said)  # a config is no business of strangers
-
-
-def test_the_wanted_must_live_there():
-    said, _, _ = meet(identity(), identity(), wanted=Address(Role.SERVER, 3, 1))
-    assert (said.code, said.text) == ("JOB", "server 3/1 is not in this process")
 
 
 def test_a_later_version_without_ours_is_refused(monkeypatch):
@@ -191,29 +185,6 @@ def pair():
     transports = TransportGroup("tcp")
     yield Pair(transports)
     transports.close()
-
-
-def knock(url):
-    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=WAIT)
-
-
-def closed_without_a_word(sock):
-    try:
-        return sock.recv(100) == b""
-    except ConnectionResetError:
-        return True
-
-
-@pytest.mark.parametrize(
-    "raw", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 5000]
-)
-def test_probes_of_other_protocols_get_no_answer_and_disturb_no_peer(pair, raw):
-    with closing(knock(pair.url)) as sock:
-        sock.sendall(raw)
-        assert closed_without_a_word(sock)
-    pair.to_server(Fetch(round=1))
-    assert pair.server.next() == Fetch(round=1)
-    wait_for(lambda: pair.server_wire.refusals().get("STRANGER"))
 
 
 @pytest.mark.parametrize(("kind", "proven"), [("tcp", False), ("shm", True)])

@@ -7,33 +7,23 @@ import sys
 import threading
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from in_process_job import building, job_of, reference, run_hosted, usual_loop, vectors
 from seeds import examples
 from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
-from two_hosts import created_network
 
-from topotrain.comm import router
-from topotrain.comm.emulation.emulated_tcp import EmulatedTcpTransport
-from topotrain.comm.emulation.link import EmulatedNetwork
 from topotrain.comm.security import handshake, tls
-from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol, dial
+from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol
 from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
-from topotrain.config.job import Cluster, Link
-from topotrain.config.topology import Address, Role, layout
+from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
 
-ROOT = Path(__file__).parents[3]
 CERTIFICATE = Certificate.make()
-# Two workers and a server, on a host each.
-APART = layout(Cluster(nworkers_per_group=2, server_worker_separate=True, link=Link()))
 RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
 
 
@@ -192,34 +182,6 @@ def test_every_certificate_is_another_and_its_key_leaves_no_file(tmp_path, monke
     assert CERTIFICATE.context.num_tickets == 0
 
 
-def test_a_handshake_that_has_begun_takes_little_memory():
-    """64 of them may be under way in a process."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    hello, many = ssl.MemoryBIO(), 200
-    with suppress(ssl.SSLWantReadError):
-        context.wrap_bio(ssl.MemoryBIO(), hello).do_handshake()
-    first = hello.read()
-
-    def begun():
-        heard = ssl.MemoryBIO()
-        heard.write(first)
-        shaking = CERTIFICATE.context.wrap_bio(heard, ssl.MemoryBIO(), server_side=True)
-        with suppress(ssl.SSLWantReadError):
-            shaking.do_handshake()
-        return shaking
-
-    warm = begun()
-    before = resident()
-    under_way = [begun() for _ in range(many)]
-    assert resident() - before < many * (64 << 10), "docs/security.md names 50 KB"
-    assert warm and len(under_way) == many
-
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def shake_and_close(channel):
     with channel:
         channel.shake_hands(WAIT)
@@ -335,44 +297,6 @@ def test_whoever_closes_first_all_arrives_and_both_end(kind, first):
         transports.close()
 
 
-@pytest.mark.parametrize(("lanes", "link"), [(3, None), (1, Link(bandwidth=400.0, delay=1.0))])
-def test_lanes_and_a_pretended_link_go_with_it(tmp_path, lanes, link):
-    ends = Recorder(), Recorder()
-    wires = [
-        TcpTransport(identity(), lanes=lanes, tls=True)
-        if link is None
-        else EmulatedTcpTransport(EmulatedNetwork(link, tmp_path, "k", APART), identity(), lanes=lanes, tls=True)
-        for _ in ends
-    ]
-    wires[0].attach(WORKER, ends[0])
-    wires[0].connect(WORKER, SERVER, wires[1].attach(SERVER, ends[1]))
-    for size in (1, 200_003, 10):
-        body = torch.arange(float(size))
-        wires[0].send(WORKER, SERVER, Values(0, size, 0, body=body))
-        assert torch.equal(ends[1].next().body, body)
-        wires[1].send(SERVER, WORKER, Values(0, size, 0, body=body))
-        assert torch.equal(ends[0].next().body, body)
-    (connection,) = wires[0]._connections
-    sock = connection._sock
-    for line in sock._lanes if lanes > 1 else [sock]:
-        assert isinstance(line, TlsChannel)
-    closing_ends = [over(wire.close) for wire in wires]
-    assert [wait() for wait in closing_ends] == [None, None]
-    assert "closed" in ends[1].end()
-
-
-def test_a_job_over_it_has_the_same_bits(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr(
-        router, "TcpTransport", lambda *a, **b: made.append(TcpTransport(*a, **b, tls=True)) or made[-1]
-    )
-    script, build = usual_loop(vectors(3)), building()
-    hosted = run_hosted(job_of("sandblaster", transport="kTcp"), build, script, tmp_path)
-    assert hosted.same_bits(reference(job_of("sandblaster"), build, script))
-    assert made and all(wire._url.startswith("tls://") for wire in made if wire._url)
-    assert any(wire._url for wire in made)
-
-
 @given(st.binary(max_size=300))
 @settings(max_examples=examples(100), deadline=None)
 def test_random_bytes_are_strangers(raw):
@@ -447,39 +371,3 @@ def test_no_other_machine_reaches_us_without_a_secret_or_tls(monkeypatch):
     with pytest.raises(TransportError, match=r"pip install 'topotrain\[tls\]'"):
         TcpTransport(identity(), host="10.9.8.7")
     TcpTransport(identity(token=bytes(32)), host="127.0.0.1")
-
-
-# --- two machines ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def network():
-    with created_network("tls") as created:
-        yield created
-
-
-def test_two_machines_talk_and_neither_takes_plain_messages(network):
-    far, near = (network.run_on(n, partial(TcpTransport, identity(), host=network.addresses[n])) for n in (0, 1))
-    server, worker = Recorder(), Recorder()
-    url = network.run_on(0, lambda: far.attach(SERVER, server))
-    own = network.run_on(1, lambda: near.attach(WORKER, worker))
-    for said, address in zip((url, own), network.addresses, strict=True):
-        assert said.startswith(f"tls://{address}:")
-
-    def plainly():
-        with socket.create_connection((network.addresses[0], port_of(url))) as sock:
-            return over(dial, sock, identity(), WORKER, SERVER, WAIT)()
-
-    refused = network.run_on(1, plainly)
-    assert isinstance(refused, TransportError)
-    assert "closed the connection" in str(refused) or "reset" in str(refused)
-    network.run_on(1, lambda: near.connect(WORKER, SERVER, url))
-    body = torch.arange(1e6)
-    near.send(WORKER, SERVER, Values(0, body.numel(), 0, body=body))
-    assert torch.equal(server.next().body, body)
-    far.send(SERVER, WORKER, Values(0, body.numel(), 0, body=body * 2))
-    assert torch.equal(worker.next().body, body * 2)
-    near.close()
-    assert "closed by the peer" in server.end()
-    assert far.refusals()["STRANGER"] == 1
-    far.close()

@@ -5,35 +5,29 @@ import fcntl
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 
 import pytest
 import redis_server
-from hypothesis import given
-from hypothesis import strategies as st
 from launch_targets import wait_for
 
 from topotrain.comm.request_reply import RequestChannel
-from topotrain.comm.store import StoreError, maintained_values, open_store, serve_store, within
+from topotrain.comm.store import StoreError, open_store, serve_store, within
 from topotrain.comm.store import file_store as file_module
 from topotrain.comm.store import redis_store as redis_module
 from topotrain.comm.store import tcp_store as tcp_module
 from topotrain.comm.store.discovery.static_addresses import numeric
 from topotrain.comm.store.file_store import FileStore
-from topotrain.comm.store.key_validation import check_key
 from topotrain.comm.store.memory_store import MemoryTable
 from topotrain.comm.store.store_url import parse
 from topotrain.comm.store.tcp_store import TcpStore
 
 SECRET = bytes(range(32))
-ROOT = Path(__file__).parents[3]
 ATTEMPT = TcpStore._attempt
 
 
@@ -154,32 +148,6 @@ def test_threads_that_count_together_lose_nothing(store, opened):
     assert store.get("n") == b"100"
 
 
-COUNT = """
-import sys
-sys.path[:0] = {paths!r}
-from topotrain.comm.store import open_store
-store = open_store(sys.argv[1])
-store.watch("go", 60)
-for _ in range(20):
-    while True:
-        seen = store.get("n")
-        if store.compare_and_set("n", seen, str(int(seen or b"0") + 1).encode()):
-            break
-store.close()
-assert "torch" not in sys.modules
-"""
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize("url", ["file"], indirect=True)
-def test_processes_that_count_together_lose_nothing(store, url):
-    words = [sys.executable, "-c", COUNT.format(paths=[str(ROOT)]), url]
-    processes = [subprocess.Popen(words) for _ in range(3)]
-    store.set("go", b"")
-    assert [process.wait(60) for process in processes] == [0, 0, 0]
-    assert store.get("n") == b"60"
-
-
 def test_watch_sees_what_comes_and_what_changes(store, opened, monkeypatch):
     monkeypatch.setattr(redis_module, "LOOK", 1000.0)  # whoever must look again would not see it in time
     store.set("k", b"1")
@@ -235,16 +203,6 @@ def test_bad_keys_are_refused(store):
                 call(key)
 
 
-@given(st.text(alphabet="ab.-_/+\0A ", max_size=12))
-def test_a_key_is_one_file_in_the_directory(key):
-    try:
-        check_key(key)
-    except ValueError:
-        return
-    name = key.replace("/", "+")
-    assert os.path.basename(name) == name and not name.startswith(".")
-
-
 def test_a_value_may_have_1_mib_and_no_more(store):
     whole = os.urandom(1 << 20)
     assert store.compare_and_set("k", None, whole)
@@ -294,13 +252,6 @@ def test_delete_and_keys(store):
     for prefix in ("*", "a*", "/", "a//", ".", "A"):
         with pytest.raises(ValueError, match="prefix = "):
             store.keys(prefix)
-
-
-def test_many_keys(store):
-    names = [f"host/{number:04}" for number in range(300)]
-    for name in names:
-        store.set(name, b"x")
-    assert store.keys("host/") == names
 
 
 def test_a_job_and_a_prefix_are_a_view(store, opened):
@@ -464,19 +415,6 @@ def test_a_directory_may_be_removed_while_a_writer_waits_for_its_lock(tmp_path, 
     assert store.keys() == ["k"]
 
 
-def test_a_directory_that_was_replaced_by_a_file_is_an_error_of_the_store(tmp_path, monkeypatch):
-    store = FileStore(tmp_path / "s")
-
-    def locked(descriptor, how):
-        if (tmp_path / "s").is_dir():
-            shutil.rmtree(tmp_path / "s")
-            (tmp_path / "s").write_bytes(b"")
-
-    monkeypatch.setattr(file_module.fcntl, "flock", locked)
-    with pytest.raises(StoreError, match=r"cannot lock .*/s: "):
-        store.set("k", b"1")
-
-
 def test_a_file_system_without_locks_is_an_error_of_the_store(tmp_path, monkeypatch):
     def refused(descriptor, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -631,16 +569,6 @@ def test_a_value_without_the_seal_of_its_key_and_secret_counts_as_none(server):
             # It is replaced as if there was none.
             assert store.compare_and_set(key, None, b"new")
             assert store.get(key) == b"new"
-
-
-def test_values_are_restored_where_a_stranger_has_replaced_them(server, monkeypatch):
-    monkeypatch.setattr(maintained_values, "LOOK_S", 0.02)
-    store, stranger, _ = server
-    kept = maintained_values.MaintainedValues(store)
-    kept.set("jobs/j/run", b"word")
-    stranger.set("topotrain/jobs/j/run", b"another")
-    assert store.watch("jobs/j/run", 20) == b"word"
-    kept.close()
 
 
 def test_keys_that_no_store_writes_are_not_listed(server):

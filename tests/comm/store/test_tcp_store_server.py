@@ -6,7 +6,6 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,12 +80,6 @@ def hung_up_on(sock):
 def test_a_wrong_secret_is_refused_at_once_on_both_sides(port):
     with pytest.raises(AccessDenied, match=f"store tcp://127.0.0.1:{port} has another secret than this process"):
         TcpStore("127.0.0.1", port, OTHER, patience=1000).get("k")
-
-
-def test_a_secret_must_have_32_bytes():
-    for make in (partial(TcpStore, "127.0.0.1", 1), partial(serve_store, "127.0.0.1", 0)):
-        with pytest.raises(ValueError, match="secret of 3 bytes: must have 32"):
-            make(b"abc")
 
 
 # ---- clients ---------------------------------------------------------------------------------------------------------

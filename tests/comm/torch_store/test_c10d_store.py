@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from topotrain.comm.store import StoreError, open_store, within
 from topotrain.comm.store.discovery import generations
 from topotrain.comm.store.key_validation import check_key
-from topotrain.comm.torch_store import init_method
 from topotrain.comm.torch_store.c10d_store import LONGEST, TorchStore, encode, rendezvous
 from topotrain.comm.torch_store.elastic_backend import StoreBackend, address, create
 
@@ -211,20 +209,6 @@ def test_rank_and_size_are_asked_for(query: str, expected: str) -> None:
         next(rendezvous(f"redis://127.0.0.1:1{query}"))
 
 
-def test_a_name_that_torch_knows_already_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    table, module = {"redis": "another"}, ModuleType("torch.distributed.rendezvous")
-
-    def register(scheme: str, found: object) -> None:
-        if scheme in table:
-            raise RuntimeError
-        table[scheme] = "ours"
-
-    module.register_rendezvous_handler = register
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    init_method.announce()
-    assert table == {"redis": "another", "rediss": "ours"}
-
-
 # ---- torchrun's state ------------------------------------------------------------------------------------------------
 
 
@@ -240,17 +224,6 @@ def test_a_state_is_replaced_by_a_client_that_has_seen_it(url: str) -> None:
     assert one.set_state(b"late", "no token of ours") == (b"second", second[1], False)
     assert one.get_state() == second[:2]
     assert one.born == two.born != "none"
-
-
-def test_a_state_that_is_made_again_has_another_name(url: str) -> None:
-    store = open_store(url)
-    backend = StoreBackend(store, 60)
-    backend.set_state(b"state")
-    name = backend.born
-    store.delete("state")
-    assert backend.get_state() is None
-    backend.set_state(b"state")
-    assert backend.born != name
 
 
 def test_a_state_goes_when_no_client_writes_it(url: str) -> None:

@@ -2,20 +2,20 @@
 
 import socket
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import pytest
 import torch
 from launch_targets import wait_for
 from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, place_new
 
-from topotrain.comm.transport import TransportError, frame_writer
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.connection import Connection
 from topotrain.comm.transport.frame import HEADER_BYTES, Header
 from topotrain.comm.transport.frame_writer import LIMIT, OVERHEAD
 from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.topology import Address, Role
-from topotrain.core.protocol import Fetch, Finish, Push, Values, encode
+from topotrain.core.protocol import Fetch, Push, Values, encode
 
 BODY = torch.zeros(1 << 22)  # 16 MiB
 MANY = 3 * LIMIT // BODY.nbytes + 4  # more than queue, kernel and the reader of a test take together
@@ -164,34 +164,6 @@ def test_a_server_takes_no_more_requests_from_a_worker_that_leaves_its_answers_l
         assert connection.queued <= LIMIT + BODY.nbytes + 2 * OVERHEAD
         sock.close()  # and its death is noticed although the server was not reading
         assert resident.end()
-
-
-def test_a_flood_of_small_requests_is_bounded_too(monkeypatch):
-    limit = 1 << 20
-    monkeypatch.setattr(frame_writer, "LIMIT", limit)
-    with idle_peer(SERVER, WORKER) as (sock, resident, connection):
-        resident.on_handle = lambda sender, message: connection.send(Finish(message.round))
-        flood = threading.Thread(target=send_all, args=(sock, b"".join(map(ask, range(1, 10_001)))))
-        flood.start()
-        wait_for(lambda: connection._out._room._waiters)
-        assert connection.queued <= limit + 2 * OVERHEAD
-        assert resident.got.qsize() < 2 * limit // OVERHEAD
-        sock.shutdown(socket.SHUT_RDWR)
-        flood.join(WAIT)
-
-
-def send_all(sock: socket.socket, raw: bytes) -> None:
-    with suppress(OSError):
-        sock.sendall(raw)
-
-
-def test_a_worker_reads_on_however_much_it_has_queued_itself():
-    with idle_peer() as (sock, resident, connection):
-        sender = Sender(connection)
-        sender.waits()
-        for number in range(1, 101):
-            sock.sendall(ask(number))
-        assert [resident.next().round for _ in range(100)] == list(range(1, 101))
 
 
 @pytest.mark.parametrize("kind", ["tcp", "local"])

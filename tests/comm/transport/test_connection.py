@@ -144,15 +144,6 @@ def test_it_does_not_matter_how_the_stream_is_cut(sizes):
     assert connection.received == len(STREAM)
 
 
-@given(st.integers(0, len(STREAM) - 1))
-@settings(max_examples=examples(30))
-def test_a_stream_that_ends_early_is_an_end_and_nothing_else(length):
-    with server() as (sock, resident, _):
-        sock.sendall(STREAM[:length])
-        sock.shutdown(socket.SHUT_WR)
-        assert resident.end()
-
-
 @given(st.one_of(st.binary(max_size=3000), st.tuples(st.integers(0, len(STREAM) - 1), st.integers(1, 255))))
 @settings(max_examples=examples(150))
 def test_random_and_damaged_streams_end_the_connection_or_pass(noise):

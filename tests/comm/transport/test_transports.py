@@ -240,17 +240,6 @@ def test_residents_of_one_process_are_told_apart(transports):
         assert worker.ends.empty()
 
 
-def test_neighbors_in_one_process(transports):
-    wire, left, right = transports.wire(), Recorder(), Recorder()
-    other = Address(Role.SERVER, 1, 0)
-    wire.attach(SERVER, left)
-    wire.connect(SERVER, other, wire.attach(other, right))
-    wire.send(SERVER, other, values(transports.tensor(wire, 7)))
-    wire.send(other, SERVER, Fetch(round=3))
-    assert right.next().body.tolist() == [0.0] * 7
-    assert left.next() == Fetch(round=3)
-
-
 @sockets
 def test_a_peer_that_dials_in_the_first_moment_finds_every_endpoint(transports, monkeypatch):
     """The URL may be known in advance, as that of a server that was started by hand."""
@@ -435,13 +424,6 @@ def test_memory_is_zero_aligned_and_found(numel):
     assert memory.find(memory.allocate(0, torch.float32)) is None
 
 
-def test_memory_cannot_be_cut_off_under_a_reader():
-    region, _ = (memory := ProcessMemory()).find(memory.allocate(10, torch.float32))
-    for size in (0, 10 * ARENA):
-        with pytest.raises(PermissionError):
-            os.ftruncate(region.fd, size)
-
-
 def test_adopted_memory_is_one_for_all_and_has_one_size():
     fd = unsized_memfd()
     first, second = ProcessMemory(), ProcessMemory()
@@ -500,17 +482,3 @@ def test_a_peer_that_is_gone_when_its_connection_is_accepted_can_come_again(tran
     worker.send(WORKER, SERVER, Fetch(round=1))
     assert resident.next() == Fetch(round=1)
     assert next(gone, None) is None
-
-
-@sockets
-def test_a_peer_that_is_gone_when_it_was_dialed_is_an_error_of_the_transport(transports, monkeypatch):
-    pair = Pair(transports)
-    other = transports.wire(patience=0.0)
-    other.attach(WORKER, Recorder())
-
-    def watch(connection, channels):
-        raise OSError("not connected")
-
-    monkeypatch.setattr(other, "_watch_over", watch)
-    with pytest.raises(TransportError):
-        other.connect(WORKER, SERVER, pair.url)

@@ -13,10 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.comm.store import StoreError, open_store
+from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery import rank_claims
 from topotrain.comm.store.discovery.rank_claims import RankClaim, RankTaken
-from topotrain.comm.store.discovery.static_addresses import interface_address
 from topotrain.compat.caffe2.shard_rendezvous import ShardStart
 from topotrain.config.job import ConfigError
 from topotrain.training import context as process
@@ -133,16 +132,6 @@ def test_exit_nets_run_once(tmp_path: Path):
     made.finalize()
     made.finalize()
     assert said == ["a", "b"]
-
-
-def test_a_start_that_failed_can_be_tried_again(tmp_path: Path):
-    (tmp_path / "open").mkdir(mode=0o755)
-    handler = dpm.FileStoreHandler(tmp_path / "open")
-    made = net(rendezvous={"kv_handler": handler, "shard_id": 0, "num_shards": 1})
-    for _ in range(2):
-        with pytest.raises(StoreError, match="must belong to this user with mode 0700"):
-            made.run()
-    made.finalize()
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------
@@ -325,7 +314,3 @@ def test_an_entry_that_was_left_without_notice_is_free_after_a_while(tmp_path: P
         leaving.callback(second.close)
         first.close()
         assert b"second" in (store.get("seats/0") or b"")
-
-
-def test_the_address_of_an_interface():
-    assert interface_address("lo") == "127.0.0.1"

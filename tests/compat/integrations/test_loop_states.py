@@ -1,15 +1,12 @@
 """What the loops of the Trainer and of Lightning are told in a fresh process; the libraries are left out."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_imports import PACKAGE
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from topotrain.compat.integrations import external_loop
@@ -115,31 +112,6 @@ def test_a_second_death_in_an_epoch_finds_where_the_schedule_stood_before_the_fi
     assert loop.state_dict()["schedule"] == 0  # it died before the schedule's step
     loop.align_schedule()
     assert loop.state_dict()["schedule"] == 0
-
-
-@pytest.mark.journey
-def test_the_trainer_skips_what_counts_already() -> None:
-    """By accelerate's own function, in a process of its own: importing it takes seconds."""
-    pytest.importorskip("accelerate")
-    code = """
-from accelerate import skip_first_batches
-from topotrain.compat.integrations.trainer_resume import PartialEpoch
-
-class Loader:
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-    def __iter__(self):
-        return iter([{"x": 3}, {"x": 4}])
-
-loader = Loader()
-assert len(PartialEpoch(loader, 5, 3, 2)) == 5
-assert list(skip_first_batches(PartialEpoch(loader, 5, 3, 2), 3)) == [{"x": 3}, {"x": 4}]
-assert loader.epoch == 5
-assert list(skip_first_batches(PartialEpoch(loader, 6, 5, 0), 5)) == []
-assert loader.epoch == 5, "a pass that is over is not begun again"
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_partial_epoch_has_the_length_of_the_whole() -> None:

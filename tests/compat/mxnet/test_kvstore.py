@@ -45,16 +45,6 @@ def test_a_value_of_any_shape_comes_back(shape):
     assert torch.equal(kv.pull(0), value)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64], ids=str
-)
-def test_dtypes(dtype):
-    kv = tt.kvstore.create()
-    kv.init("n", torch.arange(7, dtype=dtype))
-    kv.push("n", torch.arange(7, dtype=dtype) * 2)
-    assert torch.equal(kv.pull("n"), torch.arange(7, dtype=dtype) * 2)
-
-
 def test_lists_of_keys_and_lists_of_values():
     kv = tt.kvstore.create()
     kv.init(["a", 7], [torch.zeros(2), torch.ones(2, 2)])
@@ -113,17 +103,6 @@ def test_rows():
     assert torch.equal(found.values(), reference.weight.detach()[[3, 9]])
 
 
-def test_a_gradient_in_another_order_of_memory():
-    kv = tt.kvstore.create("local")
-    kv.init("w", torch.zeros(3, 4))
-    kv.set_optimizer(tt.kvstore.SGD(lr=1.0))
-    gradient = torch.arange(12.0).reshape(4, 3).t()
-    kv.push("w", gradient)
-    found = torch.empty(3, 4)
-    kv.pull("w", out=found)
-    assert torch.equal(found, -gradient)
-
-
 def test_rows_of_a_dense_key():
     kv = tt.kvstore.create()
     kv.init("w", torch.zeros(6, 2))
@@ -134,15 +113,6 @@ def test_rows_of_a_dense_key():
     kv.set_optimizer(tt.kvstore.SGD(lr=1.0, momentum=0.5))
     kv.push("w", rows([[2]], torch.ones(1, 2), (6, 2)))
     assert kv.pull("w")[2].tolist() == [3, 4]
-
-
-def test_stores_know_nothing_of_each_other():
-    one, two = tt.kvstore.create("dist_sync"), tt.kvstore.create("dist_async")
-    one.init("k", 1.0)
-    two.init("k", 2.0)
-    one.push("k", 5.0)
-    two.push("k", 5.0)
-    assert (float(one.pull("k")), float(two.pull("k"))) == (5.0, 7.0)
 
 
 def test_init_twice_keeps_the_first_value_of_workers():

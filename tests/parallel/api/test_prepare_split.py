@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from split_workers import GroupMailboxes, MailboxChannel, together
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from topotrain.config.job import Cluster, ConfigError, Job, Partition
@@ -24,7 +23,6 @@ from topotrain.parallel.runtime.gather import AHEAD, entries, gather, give
 from topotrain.parallel.runtime.worker_sync import ForwardHello, WorkerSync
 from topotrain.training import context as process
 from topotrain.training.final_parameters import in_one_file, save_tensors
-from topotrain.training.trainer.evaluation import EvaluationLoader, Objective, evaluate, follow
 from topotrain.training.trainer.parameter_files import load_checkpoints
 
 
@@ -307,31 +305,6 @@ def test_memory_in_one_file_is_what_a_file_is_written_from(tmp_path: Path) -> No
     save_tensors(made, tmp_path / "file.safetensors", {})
     found = load_file(tmp_path / "file.safetensors")
     assert found.keys() == given.keys() and all(torch.equal(found[name], given[name]) for name in given)
-
-
-def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize(("loss", "calls"), [(nn.MSELoss(), 1), (loss_of, 2)])
-def test_who_follows_an_evaluation_calls_the_model_as_often(loss: Any, calls: int) -> None:
-    """With one sample of each batch, and in the mode of the one that measures."""
-    seen: list[tuple[int, bool, bool]] = []
-
-    class Model(nn.Linear):
-        def forward(self, given: torch.Tensor) -> torch.Tensor:
-            seen.append((len(given), self.training, torch.is_grad_enabled()))
-            return super().forward(given)
-
-    model = Model(3, 2)
-    data = EvaluationLoader("test", DataLoader(TensorDataset(torch.rand(10, 3), torch.rand(10, 2)), batch_size=4), -1)
-    objective = Objective(loss, {"other": loss})
-    evaluate(model, objective, data)
-    assert [count for count, _, _ in seen[::calls]] == [4, 4, 2]
-    measured, seen[:] = len(seen), []
-    follow(model, objective, data)
-    assert seen == [(1, False, False)] * measured
-    assert model.training
 
 
 def test_a_file_is_for_values_that_are_here_or_elsewhere(as_worker: Any, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Which worker gets which module: stages against every other cut, branches side by side, limits, what the user said."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,11 +136,6 @@ def test_a_limit_moves_the_cut_and_one_that_is_too_small_is_told() -> None:
         choose(work, 2, limits=[19, 19], speeds=FREE)
 
 
-def test_more_workers_than_modules() -> None:
-    work = chain(1.0, 1.0)
-    assert len(set(places(choose(work, 4, speeds=FREE), work))) == 2
-
-
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +154,6 @@ def test_branches_go_side_by_side(branches: int, depth: int) -> None:
 def test_a_chain_and_branches_that_talk_too_much_become_stages() -> None:
     assert choose(chain(*[1.0] * 6), 2, speeds=FAST).way == STAGES
     assert choose(fan(2, 3, size=1 << 40), 2, speeds=FAST).way == STAGES
-
-
-def test_branches_do_not_pile_up_on_one_worker() -> None:
-    work = fan(2, 3)
-    found = choose(work, 2, speeds=FAST)
-    assert max(found.memory) <= 1.25 * 400
 
 
 def test_the_choice_is_told_and_is_the_same_each_time() -> None:
@@ -193,12 +182,6 @@ class Two(nn.Module):
         super().__init__()
         self.one = nn.Linear(6, 16)
         self.two = nn.Linear(16, 4)
-
-
-@dataclass(frozen=True)
-class Assigned:
-    dim: int = 0
-    location: int | None = None
 
 
 def whole() -> Program:

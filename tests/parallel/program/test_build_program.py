@@ -1,7 +1,6 @@
 """The cut graph: layouts, what travels, sizes that depend on the batch; and the same without any memory."""
 
 import copy
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -62,12 +61,6 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def test_by_samples_nothing_travels():
-    made = cut(mlp(), torch.randn(4, 6))
-    assert set(layouts(made).values()) == {BATCH} and not made.edges
-    assert made.steps[1].shape == SymbolicShape((0, 8), "float32", 0) and made.inputs == ("input",)
-
-
 def test_by_features():
     made = cut(mlp(), torch.randn(4, 6), blocks=[block("^[02]$", 1)])
     assert layouts(made) == {
@@ -120,85 +113,6 @@ def test_cnn():
     assert by_features == ["conv", "norm", "relu", "max_pool2d", "fc"]
     made = cut(Cnn(), torch.randn(4, 3, 8, 8), training=False)
     assert [step.name for step in made.steps if step.random] == ["drop"]  # told by the module's own mode
-
-
-class Block(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-        self.register_buffer("mask", torch.tril(torch.ones(16, 16, dtype=torch.bool)))
-
-    def forward(self, x):
-        b, t, c = x.size()
-        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in (q, k, v))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
-        scores = scores.masked_fill(~self.mask[:t, :t], float("-inf"))
-        y = (scores.softmax(-1) @ v).transpose(1, 2).contiguous().view(b, t, c)
-        x = x + self.out(y)
-        return x + self.down(f.gelu(self.up(self.norm2(x))))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers=2, vocabulary=11, width=8):
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, ids, targets=None):
-        b, t = ids.shape
-        assert t <= 16
-        x = self.tokens(ids) + self.places(torch.arange(t, device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        assert ids.size(0) == targets.size(0)
-        return logits, f.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(b * len(targets[0])))
-
-
-def ids(samples=4, length=5):
-    return torch.randint(0, 11, (samples, length))
-
-
-def test_transformer():
-    made = cut(Gpt(), ids())
-    assert [s.layout for s in made.steps if s.name in ("arange", "places")] == [SAME, SAME] and not made.edges
-    made = cut(Gpt(), ids(), ids(), blocks=[block("tokens|places|blocks.0", location=0), block(".", location=1)])
-    assert layouts(made)["places"] == layouts(made)["blocks_0_up"] == at(0)
-    assert layouts(made)["head"] == layouts(made)["cross_entropy"] == at(1)
-    crossing = [(value, target) for value, source, target in moves(made) if source.where is LocationKind.AT]
-    assert crossing == [("add_2", at(1)), ("head", BATCH), ("cross_entropy", WHOLE)]
-
-
-def test_given_arguments_decide():
-    made = cut(Gpt(), ids(), targets=ids())
-    assert made.inputs == ("ids", "targets")
-    assert layouts(made)["cross_entropy"] == OWN
-    view = next(step for step in made.steps if step.name == "view_9" or step.args[1:] == (SizeArgument(5, 0),))
-    assert SizeArgument(5, 0) in view.args
-
-
-def test_the_models_own_parameters():
-    class Prompted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.prompt, self.fc = nn.Parameter(torch.zeros(1, 2, 4)), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.fc(torch.cat([self.prompt.expand(x.size(0), -1, -1), x], 1)) @ self.fc.weight
-
-    made = cut(Prompted(), torch.randn(4, 3, 4))
-    assert (layouts(made)["prompt"], layouts(made)["expand"]) == (SAME, BATCH)
-    made = cut(Prompted(), torch.randn(4, 3, 4), blocks=[block("prompt", location=1), block("fc", 1)])
-    assert (layouts(made)["prompt"], layouts(made)["fc_weight"]) == (at(1), features(0))
-    assert ("fc_weight", features(0), WHOLE) in moves(made)
 
 
 def test_nothing_is_allocated_and_parts_may_be_missing():

@@ -192,13 +192,6 @@ def test_any_placement(name, data):
     same(name, places, counts, microbatches=micros)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_layers_that_are_whole_somewhere_have_the_whole_models_bits(name):
-    """Equal shares, a power of two, and no value with three users: no sum has another order."""
-    places = {leaf: number % 2 for number, leaf in enumerate(leaves(name))}
-    same(name, places, [4, 4], exactly=True)
-
-
 class Nested(nn.Module):
     """Takes its tensors out of a dict."""
 

@@ -83,17 +83,6 @@ def test_here_is_what_is_its_own(me: int) -> None:
     assert torch.equal(model.fc(features), nn.functional.linear(features, whole.fc.weight[rows], whole.fc.bias[rows]))
 
 
-def test_the_optimizer_has_the_same_entries_everywhere() -> None:
-    model, optimizer = net()
-    mine = model.fc.weight
-    found = localise(model, optimizer, divide(model, HYBRID, 2), 0)
-    (group,) = optimizer.param_groups
-    assert list(map(id, group["params"])) == list(map(id, found.parts.tensors))
-    assert model.fc.weight is mine
-    for table, name, index in found.parts.owners:
-        assert table[name] is found.parts.tensors[index]
-
-
 def test_memory_of_what_is_elsewhere_is_free() -> None:
     model, optimizer = net()
     held, kept = model.out.weight, weakref.ref(model.fc.weight.untyped_storage())
@@ -138,14 +127,6 @@ def test_state_of_the_optimizer_goes_along() -> None:
     second = optimizer.state[found.parts.tensors[7]]
     assert torch.equal(second["momentum_buffer"], torch.arange(32.0, 80.0).view(3, 16))
     assert second["step"] == 3
-
-
-def test_channels_last_stays() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    found = localise(model, optimizer, divide(model, {"0": At(1)}, 2), 1)
-    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert found.parts.parameters[1].stride == model[0].weight.stride()
 
 
 def test_whole_again() -> None:
@@ -193,39 +174,6 @@ def test_a_model_on_the_meta_device_gets_what_is_its_own() -> None:
     bound = 1 / 16**0.5
     assert whole.fc.weight.abs().max() <= bound
     assert whole.fc.weight.std() > bound / 3
-
-
-def test_the_generators_of_the_script_are_left_alone() -> None:
-    torch.manual_seed(4)
-    expected = torch.rand(1)
-    torch.manual_seed(4)
-    blank(0)
-    assert torch.equal(torch.rand(1), expected)
-
-
-def test_tied_weights_on_the_meta_device_are_the_first_modules() -> None:
-    def make(tie: bool) -> nn.ModuleDict:
-        with torch.device("meta"):
-            model = nn.ModuleDict({"embed": nn.Embedding(70, 4), "out": nn.Linear(4, 70, bias=False)})
-        if tie:
-            model["out"].weight = model["embed"].weight
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        localise(model, optimizer, divide(model, {}, 1), 0)
-        return model
-
-    model = make(tie=True)
-    assert model["out"].weight is model["embed"].weight
-    assert torch.equal(model["embed"].weight, make(tie=False)["embed"].weight)
-
-
-def test_attention_fills_its_inner_projection() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.MultiheadAttention(8, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    localise(model, optimizer, divide(model, {}, 1), 0)
-    assert torch.equal(model[0].out_proj.bias, torch.zeros(8))
-    assert model[0].in_proj_weight.std() > 0.1
-    assert model[0].out_proj.weight.std() > 0.1
 
 
 def test_a_module_that_cannot_fill_its_parameters() -> None:

@@ -83,12 +83,6 @@ def test_layers_anywhere_learn_what_the_whole_model_learns(blocks, counts, setti
     learns_the_same(Net(straight), blocks, shares_of(*counts), **settings)
 
 
-def test_repeated_samples_of_weight_0_count_nothing_and_parameters_that_live_there_count():
-    first, second = shares_of(4, 2)
-    learns_the_same(Net(straight), [at(1, "b")], [first, (first[0][:1],)], samples=(4, 0))
-    assert second
-
-
 def pieces(net: Net, x: torch.Tensor) -> torch.Tensor:
     """A value is used here and there, and its pieces are views."""
     one, other = net.a(x).chunk(2, 1)
@@ -240,16 +234,6 @@ def test_under_autocast_values_travel_as_they_are_and_frozen_layers_send_no_grad
 
 
 # --- schedules -----------------------------------------------------------------------------------------------------
-
-
-def test_the_last_stage_receives_all_micro_batches_before_the_first_one_goes_back():
-    group, noted = Group(Net(straight), [at(0, "a"), at(1, "b|c|act")], shares_of(8, 8), microbatches=4), []
-    channel = group.runners[0].channel
-    send, receive = channel.send, channel.receive
-    channel.send = lambda to, key, *more: (noted.append("says") if key.backward else None, send(to, key, *more))
-    channel.receive = lambda source, key: (noted.append("hears") if key.backward else None, receive(source, key))[1]
-    group.step(squares)
-    assert noted == ["says"] * 4 + ["hears"] * 4
 
 
 def test_1f1b_needs_a_model_that_returns_its_loss():

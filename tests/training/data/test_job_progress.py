@@ -46,18 +46,6 @@ def plan(group: int = 0, groups: int = 1, workers: int = 1, mode: Any = "static"
 # --- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 200), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.data())
-def test_a_fresh_epoch_counts_the_units_of_its_own_part(batches, groups, workers, rounds, data):
-    units = -(-batches // workers) if rounds and workers > 1 else batches
-    for group in range(groups):
-        own = len(range(group, units, groups))
-        share = EpochShare.of(batches, plan(group, groups, workers, rounds=rounds), ())
-        assert [share.behind(k) for k in range(own + 1)] == [k / own for k in range(own + 1)] if own else True
-    leased = EpochShare.of(batches, plan(0, groups, workers, "lease", rounds), ())
-    at = data.draw(st.integers(0, units))
-    assert leased.behind(at) == at / units and leased.behind(units + 5) == 1.0
-
-
 @given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 40))
 def test_an_epoch_that_goes_on_from_a_snapshot_has_the_figures_of_one_that_never_stopped(batches, groups, rounds):
     done = ((0, min(batches, rounds * groups)),) if rounds else ()
@@ -203,20 +191,6 @@ def test_in_every_layout_it_grows_to_one_and_is_the_same_in_a_group(shape: Shape
         assert seen[MAIN][-1] == 1.0
 
 
-def test_with_leases_a_slow_group_goes_by_the_job_and_not_by_its_own_steps() -> None:
-    """Of 200 batches in each epoch it reads a few."""
-    run = JobRun(Shape(1, 2, "lease"), Script(partial(shuffled, 400, 2), epochs=5))
-    slow, figures = Address(Role.WORKER, 1, 0), []
-    while run.step(1):
-        figures.append(figure(run, slow))
-        run.run(7, group=0)
-    assert len(figures) < 5 * 60 and figures == sorted(figures)
-    assert figures[-1] > 0.8
-    # At any time it is off by less than the part of one lease.
-    quarters = [figures[len(figures) * k // 4] for k in (1, 2, 3)]
-    assert quarters == pytest.approx([0.25, 0.5, 0.75], abs=0.2)
-
-
 @pytest.mark.parametrize("shape", [Shape(3), Shape(2, 2, "static", True)], ids=name_of)
 def test_a_worker_that_comes_back_goes_on_with_the_same_figures(shape: Shape) -> None:
     script = Script(shuffled, epochs=2)
@@ -229,16 +203,6 @@ def test_a_worker_that_comes_back_goes_on_with_the_same_figures(shape: Shape) ->
             if each is run and step % 7 == 3:
                 each.restart(step % shape.groups)
     assert figures[0] == figures[1]
-
-
-def test_with_leases_what_a_dead_group_has_done_stays_done() -> None:
-    run = JobRun(Shape(1, 2, "lease"), Script(partial(shuffled, 211, 2), epochs=1))
-    run.run(40)
-    before = figure(run, MAIN)
-    run.restart(0)
-    run.step(0)
-    assert before - 0.1 < figure(run, MAIN) < before + 0.3
-    run.run()
 
 
 @pytest.fixture
@@ -325,10 +289,6 @@ def test_a_schedule_over_the_job_is_the_same_with_and_without_a_job(job: Any) ->
     assert tt.progress() == 0.0
     assert rates(loader()) == plain
     here.finish()
-
-
-def test_several_backwards_for_one_step_are_as_many_batches() -> None:
-    assert rates(loader(), epochs=1, accumulate=2)[1] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
 def test_before_a_loop_nothing_is_done_and_behind_it_all() -> None:

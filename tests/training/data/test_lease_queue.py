@@ -14,7 +14,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
 from topotrain.core.server.gradients.gradient_source import StepError
 from topotrain.training.data.data_messages import DrawnBatches, DrawRequest, Lease, LeaseRelease, LeaseRequest
-from topotrain.training.data.lease_queue import LONGEST, UNKNOWN_TOTAL, LeaseQueue
+from topotrain.training.data.lease_queue import LONGEST, LeaseQueue
 
 
 def worker(group: int, index: int = 0) -> Address:
@@ -143,22 +143,6 @@ def test_lengths_shrink_towards_the_end_and_a_slow_group_reads_fewer_batches():
     shrinking = [length for _, length in lengths]
     assert shrinking == sorted(shrinking, reverse=True) and shrinking[0] == LONGEST and shrinking[-1] == 1
     assert sum(shrinking) == 1000 and sum(length for group, length in lengths if group) < 1000 / 4
-
-
-def test_a_stream_of_unknown_length_is_leased_in_small_runs_until_a_worker_saw_its_end():
-    book = LeaseQueue(2)
-    runs = [only(ask(book, worker(g), 0, total=-1)) for g in (0, 1)]
-    assert [(run.first, run.last) for run in runs] == [(0, UNKNOWN_TOTAL), (UNKNOWN_TOTAL, 2 * UNKNOWN_TOTAL)]
-    assert ask(book, worker(1), 1, total=UNKNOWN_TOTAL + 1, wait=True) == []
-    assert [reply.last for _, reply in ask(book, worker(0), 1, total=-1)] == [-1, -1]
-
-
-def test_the_end_waits_for_the_slowest_worker_of_each_group():
-    book = LeaseQueue(1, 2)
-    only(ask(book, worker(0, 0), 0, total=1))
-    assert ask(book, worker(0, 0), 1, total=1, wait=True) == []
-    assert only(ask(book, worker(0, 1), 0, total=1)).last == 1
-    assert {who for who, _ in ask(book, worker(0, 1), 1, total=1, wait=True)} == {worker(0, 0), worker(0, 1)}
 
 
 def test_while_warming_up_only_group_0_leases():
@@ -294,24 +278,6 @@ def test_an_epoch_is_forgotten_when_no_worker_has_batches_of_it_that_may_not_cou
     assert {stream >> 32 for stream in book.streams(0)} == {0, 1, 2, 3, 4}
     read_all(book, 0, 5, 2, uncounted=5)
     assert {stream >> 32 for stream in book.streams(0)} == {4, 5}, "a fresh process may begin in the one before"
-
-
-def test_a_question_of_the_dead_is_not_answered():
-    book = LeaseQueue(3)
-    ask(book, worker(0), 0, total=1)
-    assert ask(book, worker(1), 0, total=1, wait=True) == []
-    assert book.group_restarted(1, {}, False) == []
-    assert book.group_restarted(0, {}, False) == [], "nobody is there to read it yet"
-    assert only(ask(book, worker(2), 0, total=1)).last == 1
-
-
-def test_where_one_group_is_alone_its_draws_are_made_anew():
-    book = LeaseQueue(1, 2)
-    book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (5,)))
-    book.group_restarted(0, {}, False)
-    assert book.handle(worker(0), DrawnBatches(0, 0, False, (1,), (6,))) == []
-    ((_, chunk),) = book.handle(worker(0, 1), DrawRequest(0, 0))
-    assert isinstance(chunk, DrawnBatches) and chunk.indices == (6,)
 
 
 def test_a_worker_that_died_before_it_had_begun_an_epoch_is_told_that_the_one_before_is_over():

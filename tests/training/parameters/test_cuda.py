@@ -80,19 +80,6 @@ def test_synchronous_jobs_compute_what_the_cpu_computes(model, name, shared):
     assert result.distance(wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["downpour", "hogwild"])
-@pytest.mark.parametrize("model", MODELS)
-def test_asynchronous_jobs_learn(model, name):
-    make, batches = MODELS[model]
-    batch = batches(1)[0]
-    torch.manual_seed(1)
-    fresh = make()
-    before = float(cross_entropy(fresh, *batch))
-    result = home(run_local(JOBS[name], building(on_gpu(make), sgd), usual_loop([batch] * 20, moved), True))
-    fresh.load_state_dict(result.values, strict=False)
-    assert float(cross_entropy(fresh, *batch)) < before * 0.8
-
-
 def test_parameters_on_two_devices():
     class Split(nn.Module):
         def __init__(self):
@@ -141,22 +128,6 @@ def test_autocast_and_the_scaler(dtype):
     result, wanted = run_local(JOBS["allreduce"], build, script, True), plain(build, script)
     assert home(result).distance(home(wanted)) < 5e-3
     assert len(set(scales)) == 1
-
-
-def test_optimizer_state_is_on_the_parameters_device():
-    found = {}
-
-    def script(t):
-        usual_loop(vectors(3), moved)(t)
-        state = t.optimizer.state_dict()
-        t.optimizer.load_state_dict(state)
-        found[t.me.index] = state["state"][0]
-
-    def adam(model):
-        return torch.optim.Adam(model.parameters(), lr=0.003, capturable=True)
-
-    run_local(JOBS["sandblaster"], building(on_gpu(mlp), adam), script)
-    assert found[0]["exp_avg"].device == GPU and float(found[0]["step"]) == 3
 
 
 def test_large_buffers_are_pinned_where_they_lie():

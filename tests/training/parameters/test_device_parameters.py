@@ -22,7 +22,6 @@ from in_process_job import (
     mlp,
     plain,
     reference,
-    run_hosted,
     run_local,
     sgd,
     tokens,
@@ -32,7 +31,7 @@ from in_process_job import (
 from torch import nn
 from training_loops import ALWAYS, EDITS
 
-from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, LRGen, Pull, TransportChoice, Updater
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, LRGen, Pull, Updater
 from topotrain.training.parameters import flat_parameters
 from topotrain.training.parameters.device_copy import WORTH_PINNING, ImmediateCopier, PinnedStorages
 from topotrain.training.parameters.device_parameters import CopiedParameters, DeviceParameters, HostParameters
@@ -165,24 +164,6 @@ def test_a_job_has_the_bits_of_the_reference(script, layout, more, shared, made)
     assert script not in ("cnn", "transformer") or all(getattr(copier, "late", 1) for copier in made)
 
 
-@pytest.mark.parametrize("made", ["bounced"], indirect=True)
-def test_edits_of_hidden_gradients_are_refused(made):
-    with pytest.raises(RuntimeError, match=r"kVisible, tt\.clip_grad_norm_, or updater"):
-        run_local(job_of(grads=Grads.kHidden), building(), EDITS[1])
-
-
-@pytest.mark.parametrize(
-    ("push", "fetch", "made"), [(3, 1, "late"), (1, 2, "bounced"), (2, 4, "late")], indirect=["made"]
-)
-def test_local_steps(push, fetch, made, monkeypatch):
-    """What is added up, and the local steps, are the same numbers beside the buffers as in them."""
-    script = usual_loop(vectors(8))
-    job = Job(cluster=Cluster(n_push=push, n_fetch=fetch))
-    beside = run_local(job, building(), script)
-    monkeypatch.setattr(flat_parameters, "mirror_for", lambda tensors, views, apart: HostParameters(tensors, views))
-    assert beside.same_bits(run_local(job, building(), script))
-
-
 @pytest.mark.parametrize(
     ("more", "made"),
     [
@@ -229,16 +210,6 @@ def test_values_are_not_overwritten_while_the_device_reads_them(made):
     assert not result.same_bits(plain(building(), lambda t: None))
 
 
-@pytest.mark.parametrize(
-    ("layout", "transport", "made"),
-    [("sandblaster", TransportChoice.kShm, "bounced"), ("allreduce", TransportChoice.kTcp, "late")],
-    indirect=["made"],
-)
-def test_over_real_transports(layout, transport, made, tmp_path):
-    job, script = job_of(layout, transport=transport), usual_loop(vectors(5))
-    assert run_hosted(job, building(), script, tmp_path).same_bits(reference(job, building(), script))
-
-
 @pytest.mark.parametrize(("unscale", "made"), [(False, "late"), (True, "bounced")], indirect=["made"])
 def test_a_scaler_finds_overflow_and_steps_are_skipped(unscale, made):
     """As the plain script, in which step 2 overflows. `unscale_` leaves no trace in the gradients' version counts."""
@@ -260,33 +231,6 @@ def test_a_scaler_finds_overflow_and_steps_are_skipped(unscale, made):
     assert len(set(scales)) == 1 and scales[0] != 1024.0
 
 
-@late_copiers
-def test_optimizer_state_goes_and_comes_and_parameters_keep_their_memory(made):
-    """A state that is handed over and gathered again is the one of the script that never stopped."""
-    found, places = {}, {}
-
-    def build():
-        model, optimizer = building(mlp, adam)()
-        return model, optimizer, [p.data_ptr() for p in model.parameters()]
-
-    def script(t):
-        usual_loop(vectors(3))(t)
-        state = t.optimizer.state_dict()
-        t.optimizer.load_state_dict(state)
-        usual_loop(vectors(3, seed=1))(t)
-        found[t.me.index] = t.optimizer.state_dict()["state"]
-        places[t.me.index] = [p.data_ptr() for p in t.model.parameters()] == t.more[0]
-
-    def straight(t):
-        usual_loop(vectors(3))(t)
-        usual_loop(vectors(3, seed=1))(t)
-
-    result = run_local(job_of(), build, script)
-    assert result.same_bits(reference(job_of(), building(mlp, adam), straight))
-    assert places == {0: True, 1: True, 2: True}
-    assert found[0][0]["exp_avg"].shape == (25, 12) and float(found[0][0]["step"]) == 6
-
-
 @pytest.mark.parametrize("made", ["direct"], indirect=True)
 @pytest.mark.parametrize(
     ("change", "words"),
@@ -305,21 +249,6 @@ def test_what_the_script_does_to_a_parameter_is_found(change, words, made):
 
     with pytest.raises(RuntimeError, match=words):
         run_local(job_of("one"), building(), script)
-
-
-@pytest.mark.parametrize("made", ["late"], indirect=True)
-def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.row = nn.Parameter(torch.linspace(0.0, 1.0, 12).expand(5, 12))
-
-        def forward(self, x):
-            return x @ self.row.t()
-
-    result = run_local(job_of("one"), building(Wide), usual_loop(vectors(3)))
-    assert result.values["row"].shape == (5, 12)
-    assert not torch.equal(result.values["row"][0], result.values["row"][1])
 
 
 def test_the_choice_is_the_parameters():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from in_process_job import (
-    Transformer,
     building,
     cross_entropy,
     job_of,
@@ -157,18 +156,6 @@ def test_reentrant_checkpointing_is_an_error_that_names_the_remedy():
         run_local(job_of(), building(), script)
 
 
-@pytest.mark.parametrize(("grads", "inside"), [("kVisible", "all"), ("kVisible", "last"), ("kHidden", "first")])
-def test_reentrant_checkpointing_that_does_no_harm_is_right(grads, inside):
-    def script(t):
-        for batch in vectors(4):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(lambda *of: reentrant(inside, *of), *batch))
-            t.optimizer.step()
-
-    job = run_local(job_of(grads=Grads(grads)), building(), script)
-    assert job.distance(plain(building(), script)) < 1e-5
-
-
 def test_a_hook_and_autograd_grad_of_its_parameter_are_refused():
     def build():
         model, optimizer = building()()
@@ -317,18 +304,6 @@ def test_an_edit_is_one_of_bits(dtype, value, edit, sent):
     assert len(pushes.take()) == sent
 
 
-def test_revisions_rise_per_bucket_also_in_models_of_many_buckets():
-    model = nn.Linear(64, 300, bias=False)
-    path, sent, slice_map = path_of(model, bucket_bytes=256)
-    assert len(slice_map.buckets) == 300
-    model(torch.ones(1, 64)).sum().backward()
-    model.weight.grad.mul_(2)
-    revisions, _, _ = path.at_step(0)
-    last = {bucket: ordinal for _, ordinal, bucket, _, _ in sent.pushes}
-    for _, ordinal, bucket, _, _ in sent.pushes[:300]:
-        assert ordinal < last[bucket] == revisions[bucket] < NO_REVISION
-
-
 def test_after_many_backwards_that_raised_the_last_gradient_still_counts():
     model = Fused(40, 20)
     path, sent, slice_map = path_of(model, bucket_bytes=512)
@@ -364,12 +339,3 @@ def test_a_lazy_path_pushes_only_at_the_step():
         assert len(sent.take()) == 1
         path.after_step()
         model.zero_grad()
-
-
-def test_a_tied_weight_is_sent_once_per_backward():
-    model = Transformer()
-    _path, sent, _ = path_of(model)
-    words = torch.arange(12).view(2, 6)
-    cross_entropy(model, words, words).backward()
-    (push,) = sent.take()
-    assert torch.equal(push[4][: model.embed.weight.numel()], model.embed.weight.grad.view(-1))

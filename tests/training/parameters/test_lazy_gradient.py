@@ -8,11 +8,10 @@ import torch
 from in_process_job import building, cross_entropy, job_of, reference, run_local, vectors
 from torch import nn
 
-from topotrain.config.job import Compression, Grads
+from topotrain.config.job import Grads
 from topotrain.training.gradients.lazy_gradient import LazyGradient
 
 BATCHES = vectors(6)
-RATE = 0.05
 
 
 def train(t, look=lambda t: None, after=lambda t: None, clear=lambda t: t.optimizer.zero_grad()):
@@ -118,10 +117,6 @@ def test_means_travel_when_they_are_read_and_at_once_for_a_script_that_always_do
     assert kinds.count(True) == kinds.count(False) == 3 * 3
 
 
-def clip(t):
-    nn.utils.clip_grad_norm_(t.model.parameters(), 0.1)
-
-
 def test_one_worker_may_read_and_the_others_need_not():
     readers = []
 
@@ -132,12 +127,6 @@ def test_one_worker_may_read_and_the_others_need_not():
 
     found = run_local(job_of(), building(), lambda t: train(t, look))
     assert found.distance(run_local(job_of(), building(), train)) == 0
-
-
-def test_encoded_means_are_read_as_they_were_added():
-    job = job_of(compression=Compression.kFp16)
-    read = run_local(job, building(), lambda t: train(t, lambda t: grads(t)[0].sum()))
-    assert read.distance(run_local(job, building(), train)) == 0
 
 
 def test_a_gradient_of_a_job_that_is_over_is_refused_by_name():

@@ -4,7 +4,6 @@ import pytest
 import torch
 from in_process_job import (
     Cnn,
-    Transformer,
     adam,
     building,
     cross_entropy,
@@ -12,16 +11,14 @@ from in_process_job import (
     job_of,
     mlp,
     reference,
-    run_hosted,
     run_local,
     sgd,
-    tokens,
     usual_loop,
     vectors,
 )
 from pairwise import pairwise
 
-from topotrain.config.job import Apply, Grads, Pull, TransportChoice
+from topotrain.config.job import Apply, Grads, Pull
 
 LAZY = {"pull": Pull.kLazy}
 HIDDEN = {"grads": Grads.kHidden}
@@ -38,28 +35,6 @@ def test_the_values_are_those_of_the_step(model, layout, more, shared):
     make, batches, optimizer = MODELS[model]
     job, build, script = job_of(layout, **LAZY, **more), building(make, optimizer), usual_loop(batches(6))
     assert run_local(job, build, script, shared).same_bits(reference(job, build, script))
-
-
-@pytest.mark.parametrize(
-    ("transport", "layout"), [(TransportChoice.kShm, "sandblaster"), (TransportChoice.kTcp, "allreduce")]
-)
-def test_over_real_transports(transport, layout, tmp_path):
-    job, build, script = job_of(layout, transport=transport, **LAZY), building(Cnn, adam), usual_loop(images(5))
-    assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, script))
-
-
-@pytest.mark.parametrize(
-    ("layout", "shared"), [({}, True), ({"nserver_groups": 2}, False), ({"max_staleness": 1}, False)]
-)
-def test_with_several_groups_every_gradient_counts_once(layout, shared):
-    def build():
-        model = torch.nn.Linear(70, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        return model, torch.optim.SGD(model.parameters(), lr=1.0)
-
-    ones = usual_loop([(torch.ones(1, 70),)] * 5, lambda model, x: -model(x).sum())
-    job = job_of("one", nworker_groups=2, reduce="kSum", **layout, **LAZY)
-    assert torch.equal(run_local(job, build, ones, shared).values["weight"], torch.full((1, 70), 10.0))
 
 
 def test_a_gradient_that_is_written_over_too_early_is_an_error():
@@ -85,8 +60,3 @@ def test_a_state_dict_waits_for_all_values():
 
     result = run_local(job_of("one", **LAZY), building(), script)
     assert all(torch.equal(value, result.values[name]) for name, value in seen[-1].items())
-
-
-def test_tied_weights_are_waited_for_where_they_are_used():
-    job, build, script = job_of("allreduce", **LAZY), building(Transformer, adam), usual_loop(tokens(6))
-    assert run_local(job, build, script, shared=True).same_bits(reference(job, build, script))

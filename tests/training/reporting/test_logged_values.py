@@ -42,12 +42,6 @@ class OnDevice:
 # --- an ordinary process -----------------------------------------------------------------------------------------
 
 
-def test_in_an_ordinary_process_nothing_happens(capsys: pytest.CaptureFixture[str]) -> None:
-    tt.log(loss=torch.tensor(0.5), accuracy=0.25)
-    tt.log()
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize(
     ("value", "shown"),
     [

@@ -12,11 +12,9 @@ import pytest
 import torch
 from in_process_job import mlp
 from process_pool import Warm, client
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from script_job import job as job  # a fixture
 from script_job import loader, unfused
-from soak_cases import soak_only
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,10 +25,8 @@ from topotrain.config.job import Adam, Cluster, ConfigError, Job, LRGen, Step, U
 from topotrain.core import events
 from topotrain.core.optim.updater_block import build, set_lr
 from topotrain.training import context
-from topotrain.training.final_parameters import tensors_of
-from topotrain.training.parameters.flat_parameters import describe_model
-from topotrain.training.trainer.evaluation import BackgroundEvaluator, EvaluationLoader, Objective
-from topotrain.training.trainer.parameter_files import ParameterFiles, load_checkpoints
+from topotrain.training.trainer.evaluation import BackgroundEvaluator
+from topotrain.training.trainer.parameter_files import load_checkpoints
 
 ROOT = Path(__file__).parents[3]
 SGD = Updater(
@@ -282,25 +278,6 @@ def test_files_are_read_one_after_another_and_what_does_not_fit_is_told(tmp_path
         load_checkpoints(model, [two])
 
 
-def test_a_tied_weight_has_one_place_and_a_checkpoint_goes_both_ways(tmp_path):
-    def tied() -> nn.ModuleDict:
-        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-        model["b"].weight = model["a"].weight
-        return model
-
-    written, read = tied(), tied()
-    checkpoints = ParameterFiles(tmp_path / "made")
-    checkpoints.write(7, *tensors_of(describe_model(written)))
-    checkpoints.close()
-    path = tmp_path / "made" / "step-7.safetensors"
-    (found,) = load_checkpoints(read, [str(path)])
-    assert found == f"{path}: 3 tensors taken"
-    assert same(state(read), state(written))
-    with safe_open(path, "pt") as file:
-        assert file.metadata()["step"] == "7"
-    assert [entry.name for entry in (tmp_path / "made").iterdir()] == [path.name]
-
-
 # --- a job of one worker in this process --------------------------------------------------------------------------
 
 
@@ -396,26 +373,6 @@ def test_what_an_evaluation_raises_ends_the_training_with_its_own_lines(job):
     assert not any(thread.name.startswith("evaluation") for thread in threading.enumerate())
 
 
-def test_an_error_of_an_evaluation_is_raised_once_and_the_next_one_runs():
-    fail = [True]
-
-    def loss(model, batch):
-        if fail and fail.pop():
-            raise ZeroDivisionError
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    evaluator = BackgroundEvaluator(mlp(), Objective(loss, {}))
-    data = [EvaluationLoader("test", held_out(), 1)]
-    try:
-        assert evaluator.offer(1, data)
-        with pytest.raises(ZeroDivisionError):
-            evaluator.results(wait=True)
-        assert evaluator.results(wait=True) == [] and evaluator.offer(2, data)
-        assert [result.step for result in evaluator.results(wait=True)] == [2]
-    finally:
-        evaluator.close()
-
-
 def test_an_evaluation_tells_the_job_nothing(job):
     here = job(train_steps=1)
     trainer(test=None).fit()
@@ -439,26 +396,6 @@ def test_a_model_that_cannot_be_copied_is_refused_with_a_reason(job):
 
 # --- whole jobs ---------------------------------------------------------------------------------------------------
 
-BY_HAND = """
-import torch
-from digits import build_model, read_digits
-from torch import nn
-from torch.utils.data import DataLoader
-import topotrain as tt
-
-torch.manual_seed(0)
-train, test = read_digits()
-model, optimizer, loader = tt.prepare(build_model(), None, DataLoader(train, batch_size=64, shuffle=True))
-done = 0
-while done < 30:
-    for images, labels in loader:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-        done += 1
-        if done == 30:
-            break
-"""
 
 BROKEN = """
 import torch
@@ -493,24 +430,6 @@ def folders(tmp_path: Path, *names: str) -> list[Path]:
         folder.mkdir()
         shutil.copy(ROOT / "examples" / "digits.py", folder)
     return found
-
-
-@soak_only
-@pytest.mark.journey
-def test_sandblaster_ends_with_the_bits_of_the_same_loop_by_hand(warmed, tmp_path):
-    ours, hand = folders(tmp_path, "ours", "hand")
-    report, out, _ = run(warmed, ours, ROOT / "examples" / "trainer.py")
-    (hand / "hand.py").write_text(BY_HAND)
-    run(warmed, hand, hand / "hand.py")
-    expected = load_file(hand / "w" / "final.safetensors")
-    assert same(load_file(ours / "w" / "final.safetensors"), expected)
-    assert same(load_file(ours / "w" / "step-30.safetensors"), expected)
-    assert {path.name for path in (ours / "w").glob("step-*")} == {"step-20.safetensors", "step-30.safetensors"}
-    assert {entry["steps"] for entry in report["processes"] if entry["workers"]} == {30}
-    assert report["tests"][0]["step"] == 0 and report["tests"][-1]["step"] == 30
-    assert len(report["tests"]) + report["evaluations_skipped"] == 4  # at 0, 12, 24 and of the result
-    assert report["metrics"]["accuracy"] == report["tests"][-1]["accuracy"] > report["tests"][0]["accuracy"]
-    assert [line.split("  ")[0] for line in out.splitlines() if line[:4] == "step"] == ["step 10", "step 20", "step 30"]
 
 
 @pytest.mark.journey

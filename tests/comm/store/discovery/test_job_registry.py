@@ -66,13 +66,6 @@ def test_a_job_tells_how_its_training_is(registry, url):
     assert registry.view("early").summary is None
 
 
-@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"7"])
-def test_a_state_that_cannot_be_read_is_unknown(registry, url, raw):
-    registry.add(EARLY)
-    open_store(url).set("summary/early", raw)
-    assert registry.view("early").summary is None
-
-
 def test_a_job_is_alive_before_it_says_that_it_runs(registry, url, monkeypatch):
     """Whoever looked in between would think it lost, and take its ID."""
     store, seen = open_store(url), []
