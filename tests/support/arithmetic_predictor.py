@@ -7,7 +7,6 @@ from made_probe import made_probe
 
 from topotrain.config.job import Grads, Job
 from topotrain.config.topology import Topology
-from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import (
     BusyResource,
@@ -18,7 +17,7 @@ from topotrain.tools.prediction.prediction import (
     StepParts,
     Wait,
 )
-from topotrain.tools.prediction.rehearsable import changes, planned_memory, processes_of
+from topotrain.tools.prediction.rehearsable import changes, goodput, planned_memory, processes_of
 from topotrain.tools.probe.probe_file import Probe, ProbedBatch
 
 MBIT_BYTES = 1e6 / 8

@@ -39,8 +39,8 @@ from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
 from topotrain.launch.runtime.process_host import peers
 from topotrain.launch.runtime.worker_composition import client_extensions
+from topotrain.tools.simulator.sim_cluster import reduction_of
 from topotrain.tools.simulator.sim_network import forget_frames
-from topotrain.tools.simulator.sim_unit_links import reduction_of
 from topotrain.training.data.batch_ranges import left
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import STATIC, LeaseIterator

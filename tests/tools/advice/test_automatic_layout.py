@@ -12,10 +12,9 @@ from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Resources, StepDone
-from topotrain.tools.advice import automatic_layout
+from topotrain.tools.advice import trial_runs
 from topotrain.tools.advice.auto_rules import LAYOUT_FIELDS, without_layout
-from topotrain.tools.advice.automatic_layout import AutomaticLayout, choose
-from topotrain.tools.advice.trial_runs import ShortRun
+from topotrain.tools.advice.trial_runs import AutomaticLayout, ShortRun, choose
 from topotrain.tools.cli import app
 from topotrain.tools.cli.run import chosen
 
@@ -80,9 +79,9 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AutomaticLayout]:
     """Chooses a layout on a made-up machine."""
 
     def choose_on(machine: Machine, job: Job = AUTO, cores: int = 2) -> AutomaticLayout:
-        monkeypatch.setattr(automatic_layout, "forked_processes", lambda served: nullcontext(None))
-        monkeypatch.setattr(automatic_layout, "run_for", machine.run)
-        monkeypatch.setattr(automatic_layout, "allowed_cores", lambda: cores)
+        monkeypatch.setattr(trial_runs, "forked_processes", lambda served: nullcontext(None))
+        monkeypatch.setattr(trial_runs, "run_for", machine.run)
+        monkeypatch.setattr(trial_runs, "allowed_cores", lambda: cores)
         return choose(job)
 
     return choose_on

@@ -13,7 +13,7 @@ from topotrain.config import job_file
 from topotrain.config.topology import layout
 from topotrain.launch.agent.worker_threads import allowed_cores
 from topotrain.tools.cli import app
-from topotrain.tools.cli.performance.measured_probe import unlike_this_machine
+from topotrain.tools.cli.performance.probe_command import unlike_this_machine
 from topotrain.tools.diagnostics.environment_report import processor_name
 from topotrain.tools.monitor import terminal
 

@@ -20,8 +20,9 @@ from topotrain.tools.diagnostics.environment_report import (
     installed,
     report_text,
     shared_memory,
+    shown_variables,
+    without_user,
 )
-from topotrain.tools.diagnostics.shown_variables import shown_variables, without_user
 
 ROOT = Path(__file__).parents[3]
 

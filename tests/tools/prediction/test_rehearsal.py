@@ -30,10 +30,10 @@ from topotrain.config.job import (
     UpdaterType,
 )
 from topotrain.tools.prediction import rehearsal
-from topotrain.tools.prediction.failures import SNAPSHOT_S_PER_BYTE
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.predict import predict
 from topotrain.tools.prediction.prediction import Prediction
+from topotrain.tools.prediction.rehearsable import SNAPSHOT_S_PER_BYTE
 from topotrain.tools.probe.probe_file import ProbedKernels, ProbedOptimizer, ProbedTransport
 
 approx = pytest.approx

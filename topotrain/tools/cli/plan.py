@@ -14,8 +14,8 @@ from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, CommandFailed, check_writable, load_job, writing
 
 if TYPE_CHECKING:
-    from topotrain.tools.plan.graph_report import CutPlan
     from topotrain.tools.plan.layout_plan import PlannedSchema
+    from topotrain.tools.plan.model_cut import CutPlan
 
 
 def plan(

@@ -133,7 +133,7 @@ def chosen(job: Job, snapshot: str, quiet: bool = False, forkserver: str = "") -
         return job
     if snapshot:
         return _as_before(job, snapshot)
-    from topotrain.tools.advice.automatic_layout import choose
+    from topotrain.tools.advice.trial_runs import choose
 
     with progress_line(quiet) as line:
         found = choose(job, forkserver, line.show)

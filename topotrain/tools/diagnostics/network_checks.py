@@ -14,7 +14,7 @@ from topotrain.comm.store.tcp_store import AccessDenied
 from topotrain.comm.transport.tcp_socket import LAST_PORT, InvalidHost, bind, is_loopback, resolve
 from topotrain.tools.diagnostics.finding import Finding, failed, ok, warning
 from topotrain.tools.diagnostics.folder_checks import clock_difference, clock_finding, nearest
-from topotrain.tools.plan.job_notes import SURVIVES
+from topotrain.tools.plan.layout_plan import SURVIVES
 
 PATIENCE_S = 5.0
 """Seconds for which a store is tried."""

@@ -11,7 +11,7 @@ from topotrain.parallel.estimate.fake_run import refs
 from topotrain.parallel.program.segments import LayoutSegment, stretches, words_of
 from topotrain.parallel.program.split_program import LocationKind
 from topotrain.tools.monitor.loss_curves import COLORS
-from topotrain.tools.plan.graph_report import amount
+from topotrain.tools.plan.model_cut import amount
 
 # The color of each layout. The text in the boxes gives the layout, too, for readers without color vision.
 _COLORS = {

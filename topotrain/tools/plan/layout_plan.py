@@ -9,16 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from topotrain.comm.store import StoreError
+from topotrain.comm.store.store_url import parse
 from topotrain.config import async_momentum
-from topotrain.config.job import Algorithm, Grads, Job, Keep, Updater, UpdaterType
+from topotrain.config.job import Agreement, Algorithm, ConfigError, Grads, Job, Keep, OnFailure, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Topology, layout
+from topotrain.extensions.group_averaging.averaging_rules import moving_rate
 from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.outer_optimizer.rounds import check_fragments
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.runtime.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
-from topotrain.tools.plan.job_notes import agreement_in_words, store_advice
+
+SURVIVES = "redis://HOST or file:///SHARED/FOLDER"
+"""The URLs with which another unit takes over for unit 0."""
+
 
 MB = 1_000_000
 _WIDTH = 120
@@ -246,6 +252,48 @@ def state_entries(updater: Updater) -> int:
         case UpdaterType.kAdaGrad | UpdaterType.kRMSProp:
             return 1
     return 2
+
+
+def agreement_in_words(job: Job, topology: Topology) -> str:
+    """Return a sentence about server groups that average; "" where none do."""
+    cluster, mean = job.cluster, "the mean of all groups is the result"
+    if not topology.synced or cluster.agreement is Agreement.kMaster:
+        return ""
+    every = "every update" if cluster.sync_freq == 1 else f"every {cluster.sync_freq} updates"
+    match cluster.agreement:
+        case Agreement.kElastic:
+            share = f"{moving_rate(cluster):.3g} of the distance; the center is the result"
+            how = f"a group and the center move towards each other by {share}"
+        case Agreement.kGossip:
+            how = f"a group averages with another one by chance (seed {job.seed}); {mean}"
+        case _:
+            how = f"a group averages with the next one; {mean}"
+    return f"{cluster.agreement.value}: after {every} {how}"
+
+
+def store_advice(job: Job, topology: Topology) -> str:
+    """Return advice about the store of a job; "" where another one changes nothing.
+
+    Raises ConfigError for an invalid `rendezvous`.
+    """
+    # With one unit there is no other host, and with kStop the loss of any unit ends the job.
+    if len(topology.units) < 2 or job.on_failure is not OnFailure.kContinue:
+        return ""
+    if not job.rendezvous:
+        return (
+            f"on several hosts the job survives the loss of any of them with --rendezvous {SURVIVES}; "
+            "with a tcp:// store that unit 0 serves it ends with unit 0"
+        )
+    try:
+        address = parse(job.rendezvous)
+    except StoreError as error:
+        raise ConfigError("rendezvous", None, str(error)) from None
+    if address.scheme not in ("tcp", "env"):
+        return ""
+    return (
+        f"rendezvous {address.text}: if unit 0 serves this store, the job ends when the host of unit 0 is lost; "
+        f"with {SURVIVES} another unit takes over"
+    )
 
 
 def _filled(text: str) -> str:

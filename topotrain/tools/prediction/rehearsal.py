@@ -20,9 +20,7 @@ from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.server_composition import make_server
 from topotrain.tools.prediction.counted_operations import WorkMeter
-from topotrain.tools.prediction.failures import goodput
 from topotrain.tools.prediction.machines import Machines
-from topotrain.tools.prediction.message_records import MessageRecords
 from topotrain.tools.prediction.prediction import (
     BusyResource,
     LinkLoad,
@@ -33,8 +31,8 @@ from topotrain.tools.prediction.prediction import (
     Wait,
 )
 from topotrain.tools.prediction.process_work import ProcessWork, VirtualClock
-from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, changes, expected_error, processes_of
-from topotrain.tools.prediction.rehearsed_network import Hosts, RehearsedTransport
+from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, changes, expected_error, goodput, processes_of
+from topotrain.tools.prediction.rehearsed_network import Hosts, MessageRecords, RehearsedTransport
 from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.tools.simulator.sim_cluster import SimCluster, SimServer

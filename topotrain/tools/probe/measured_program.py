@@ -24,10 +24,17 @@ from torch import nn
 
 from topotrain.launch.runtime.child_channel import threads
 from topotrain.launch.runtime.entry_points import run_program
-from topotrain.tools.probe.batch_sizes import SMALL_SHARE, BatchWatch
-from topotrain.tools.probe.kernel_timing import time_kernels, time_optimizer
+from topotrain.tools.probe.machine_timing import time_kernels, time_optimizer
 from topotrain.tools.probe.probe_file import ProbedBatch
-from topotrain.tools.probe.step_recorder import LEAST_STEPS, StepRecorder, StepTimes, medians, spread
+from topotrain.tools.probe.script_steps import (
+    LEAST_STEPS,
+    SMALL_SHARE,
+    BatchWatch,
+    StepRecorder,
+    StepTimes,
+    medians,
+    spread,
+)
 from topotrain.training.context import observe_prepare
 
 _ENOUGH = 2 * LEAST_STEPS

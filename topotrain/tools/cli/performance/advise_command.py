@@ -138,16 +138,19 @@ def _check_options(job: Job, probe: Path | None, machines: "Machines", out: Path
 
 def _probe(job: Job, file: Path | None, tried: int, forkserver: str) -> "Probe":
     """Return the probe of a file, checked if the program runs, or measure it."""
-    from topotrain.tools.cli.performance import measured_probe
+    from topotrain.tools.cli.performance.probe_command import check_model_of, probe_of, unlike_this_machine
 
     if file is None:
-        return measured_probe.probe_of(job.program, job.args, forkserver=forkserver)
+        return probe_of(job.program, job.args, forkserver=forkserver)
     from topotrain.tools.probe.probe_file import load_probe
 
     found = load_probe(file)
     if tried:
-        measured_probe.check_model_of(found, job.program, job.args, forkserver)
-        measured_probe.note_other_machine(found, file)
+        check_model_of(found, job.program, job.args, forkserver)
+        # A prediction of other machines needs no check. One of this machine is as good as the probe is like it.
+        differs = unlike_this_machine(found)
+        if differs:
+            say(f"warning: {file} was not made here, so its figures may not hold: {differs}")
     elif job.program:
         say(f"all figures are those of {file}, made with {found.program}: {job.program} is not run")
     return found

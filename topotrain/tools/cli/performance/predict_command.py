@@ -60,7 +60,7 @@ def predict(
     """
     if link and emulate:
         raise ConfigError("--emulate", emulate, "must not be given with --link: units are on one machine, or on hosts")
-    from topotrain.tools.cli.performance.measured_probe import probe_of
+    from topotrain.tools.cli.performance.probe_command import probe_of
     from topotrain.tools.prediction import predict as predictions
     from topotrain.tools.prediction.machines import parse_machines
     from topotrain.tools.probe.probe_file import load_probe

@@ -1,7 +1,9 @@
-"""The command `topotrain probe`: measure one program on this machine."""
+"""The command `topotrain probe`, and the probe of other commands: measure one program on this machine."""
 
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,13 +13,60 @@ from topotrain.config.job import ConfigError
 from topotrain.tools.amounts import seconds
 from topotrain.tools.cli import job_arguments as arguments
 from topotrain.tools.cli.job_arguments import BadInput, check_program, check_writable, writing
-from topotrain.tools.cli.performance.measured_probe import probe_of
+from topotrain.tools.monitor.terminal import progress_line
 
 if TYPE_CHECKING:
     from topotrain.tools.probe.probe_file import Probe
+    from topotrain.tools.probe.program_probe import ProgramProbe
 
+PROBE_S = 20.0
 LEAST_S = 10.0
 """A shorter probe would measure the start of torch."""
+
+
+@contextmanager
+def _program_probe(
+    program: str, args: Sequence[str], seconds: float, quiet: bool, forkserver: str
+) -> "Iterator[ProgramProbe]":
+    from topotrain.tools.probe.forked_processes import forked_processes
+    from topotrain.tools.probe.program_probe import ProgramProbe
+
+    with progress_line(quiet) as progress:
+        progress.stage("measuring: torch is loaded")
+        with forked_processes(forkserver) as processes:
+            yield ProgramProbe(program, args, seconds, progress, processes)
+
+
+def probe_of(
+    program: str, args: Sequence[str], seconds: float = PROBE_S, quiet: bool = False, forkserver: str = ""
+) -> "Probe":
+    """Measure a program on this machine, and show how far that is. Raises ConfigError."""
+    with _program_probe(program, args, seconds, quiet, forkserver) as made:
+        return made.measure()
+
+
+def check_model_of(probe: "Probe", program: str, args: Sequence[str], forkserver: str = "") -> None:
+    """Run a program up to its first step, and check that a probe is of its model.
+
+    Raises ConfigError.
+    """
+    with _program_probe(program, args, PROBE_S, False, forkserver) as made:
+        made.check(probe)
+
+
+def unlike_this_machine(probe: "Probe") -> str:
+    """Return how the probed machine differs from this one, in words; "": not at all."""
+    from importlib.metadata import version
+
+    from topotrain.launch.agent.worker_threads import allowed_cores
+    from topotrain.tools.diagnostics.environment_report import processor_name
+
+    here = {
+        "cpu": (probe.machine.cpu, processor_name()),
+        "cores": (str(probe.machine.cores), str(allowed_cores())),
+        **{name: (probe.versions.get(name, "unknown"), version(name)) for name in ("torch", "topotrain")},
+    }
+    return ", ".join(f"{name} {there}, here {found}" for name, (there, found) in here.items() if there != found)
 
 
 def probe(
