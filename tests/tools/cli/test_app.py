@@ -250,13 +250,6 @@ def test_every_command_helps_with_an_example(ask: Ask, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""  # nothing of ours went to the script
 
 
-def test_a_typo_is_answered_with_a_suggestion(ask: Ask) -> None:
-    code, _, err = ask("plam", "a.conf")
-    assert code == 2
-    assert "plan" in err
-    assert ask("run", "a.conf", "--repport", "x")[0] == 2
-
-
 @pytest.mark.parametrize("shell", soaked(["bash"], ["zsh", "fish"]))
 def test_a_shell_is_offered_commands_and_job_files(
     ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch, shell: str
@@ -287,9 +280,13 @@ def test_a_shell_is_offered_commands_and_job_files(
         assert {word for word in words if word} == offered
 
 
-def test_version(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_and_a_suggestion_for_a_typo(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
     assert ask("--version") == (0, "topotrain 1.2.3\n", "")
+    code, _, err = ask("plam", "a.conf")
+    assert code == 2 and "plan" in err and ask("run", "a.conf", "--repport", "x")[0] == 2
+    project = tomllib.loads((DOCS.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}
 
 
 # ---- plan ------------------------------------------------------------------------------------------------------------
@@ -305,11 +302,8 @@ def test_plan_as_table_and_as_data(ask: Ask, here: Path) -> None:
     assert data["nprocs"] == 10
     assert data["units"][1] == {"rank": 1, "workers": [[0, 1]], "servers": []}
     assert data["server_group_of_worker_group"] == [0, 0, 0, 0]
-
-
-def test_plan_needs_no_program_to_exist(ask: Ask, here: Path) -> None:
     (here / "down.conf").write_text('program: "elsewhere.py"\n' + DOWNPOUR)
-    assert ask("plan", "down.conf")[0] == 0
+    assert ask("plan", "down.conf")[0] == 0, "the program need not exist"
 
 
 def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
@@ -373,16 +367,6 @@ for words in ("--help", "run --help", "chaos --help", "plan down.conf", "plan do
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.journey
-def test_as_a_module(here: Path) -> None:
-    environment = {"PYTHONPATH": str(DOCS.parents[1]), "PATH": "/usr/bin:/bin"}
-    command = [sys.executable, "-m", "topotrain", "plan", "gone.conf"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("topotrain: error: ")
-    assert "gone.conf" in done.stderr
-
-
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 SEVERAL_UNITS = (
@@ -435,6 +419,7 @@ REFUSED = (
             ("--metrics port", "--metrics = 'port': must be PORT or ADDRESS:PORT"),
         )
     ),
+    ("run --log tensorboard:a/b --metrics port down.conf train.py", "--metrics"),
     ("run --log jsonl:/dev/null/x down.conf train.py", "--log /dev/null/x: cannot be written"),
     ("run --log tensorboard:/proc/x down.conf train.py", "'tensorboard:/proc/x': must be tensorboard[:DIR] with a fol"),
     ("run --log tensorboard:/dev/null down.conf train.py", "DIR that can be made and written (File exists)"),
@@ -487,17 +472,6 @@ def test_bad_input_is_refused_in_one_line_before_anything_starts(ask: Ask, here:
 # ---- run -------------------------------------------------------------------------------------------------------------
 
 
-def test_run_hands_over_program_and_arguments(ask: Ask, here: Path, launcher: Launcher) -> None:
-    code, out, err = ask("run", "down.conf", "--set", "seed=7", "train.py", "--json", "--set", "x")
-    assert code == 0
-    job = launcher.jobs[0]
-    assert (job.program, job.args, job.seed) == ("train.py", ("--json", "--set", "x"), 7)
-    assert job.cluster.nworker_groups == 2
-    assert launcher.forkservers == 1
-    assert out == "epoch 1\n"
-    assert "accuracy 96.0%" in err
-
-
 @pytest.mark.parametrize("command", ["run", "launch local", "chaos", "compare --forkserver here"])
 def test_a_module_in_place_of_a_script(ask: Ask, here: Path, launcher: Launcher, command: str) -> None:
     (here / "trees").mkdir()
@@ -506,25 +480,27 @@ def test_a_module_in_place_of_a_script(ask: Ask, here: Path, launcher: Launcher,
     assert (launcher.jobs[0].program, launcher.jobs[0].args) == ("-m trees.train", ("--lr", "2"))
 
 
-def test_run_takes_program_and_arguments_from_the_file_and_warns_of_what_plays_no_part(
+def test_run_takes_program_and_arguments_from_its_words_or_from_the_file(
     ask: Ask, here: Path, launcher: Launcher
 ) -> None:
+    code, out, err = ask("run", "down.conf", "--set", "seed=7", "train.py", "--json", "--set", "x")
+    (job,) = launcher.jobs
+    assert (code, job.program, job.args, job.seed) == (0, "train.py", ("--json", "--set", "x"), 7)
+    assert job.cluster.nworker_groups == 2 and launcher.forkservers == 1
+    assert out == "epoch 1\n" and "accuracy 96.0%" in err
     (here / "down.conf").write_text('program: "train.py" args: "--lr" args: "2" neuralnet { }' + DOWNPOUR)
     code, _, err = ask("run", "down.conf")
-    assert (code, launcher.jobs[0].program, launcher.jobs[0].args) == (0, "train.py", ("--lr", "2"))
-    assert err.count("topotrain: warning: ") == 1 and "neuralnet" in err
+    assert (code, launcher.jobs[1].program, launcher.jobs[1].args) == (0, "train.py", ("--lr", "2"))
+    assert err.count("topotrain: warning: ") == 1 and "neuralnet" in err, "it plays no part"
 
 
-def test_the_result_as_json(ask: Ask, here: Path, launcher: Launcher) -> None:
+def test_the_result_as_json_and_a_full_disk_that_costs_only_the_report(
+    ask: Ask, here: Path, launcher: Launcher
+) -> None:
     """On stdout nothing else: the program's own lines go to stderr then."""
     code, out, err = ask("run", "down.conf", "--json", "--report", "deep/r.json", "train.py")
-    assert code == 0
-    assert json.loads(out) == json.loads((here / "deep" / "r.json").read_text())
-    assert json.loads(out)["samples"] == 64
-    assert "epoch 1" in err
-
-
-def test_a_full_disk_costs_the_report_and_not_the_result(ask: Ask, here: Path, launcher: Launcher) -> None:
+    assert (code, json.loads(out)) == (0, json.loads((here / "deep" / "r.json").read_text()))
+    assert json.loads(out)["samples"] == 64 and "epoch 1" in err
     code, out, err = ask("run", "down.conf", "--json", "--report", "/dev/full", "train.py")
     assert (code, json.loads(out)["samples"]) == (0, 64)
     assert "topotrain: error: /dev/full: cannot be written (No space left on device)\n" in err
@@ -537,7 +513,9 @@ BOOM = Failed(
 )
 
 
-def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launcher: Launcher) -> None:
+def test_the_first_cause_and_the_code_of_the_job_are_those_of_the_command(
+    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher.ending = JobOutcome(1, 1.0, BOOM)
     code, _, err = ask("run", "down.conf", "--quiet", "--report", "r.json", "train.py")
     assert code == 1
@@ -549,11 +527,6 @@ def test_the_first_cause_is_told_with_its_traceback(ask: Ask, here: Path, launch
         "  log: ./workspace/job/logs/worker-1-0.log",
     ]
     assert json.loads((here / "r.json").read_text())["cause"]["who"] == "worker 1/0"
-
-
-def test_the_code_of_the_job_is_the_code_of_the_command(
-    ask: Ask, here: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
     for code, said in ((130, "SIGINT"), (143, "SIGTERM"), (1, "logs"), (2, "logs")):
         launcher.ending = JobOutcome(code, 1.0)
         found, _, err = ask("run", "down.conf", "train.py")
@@ -574,11 +547,8 @@ def test_compare(ask: Ask, here: Path, launcher: Launcher) -> None:
     assert [job.args for job in launcher.jobs] == [("--epochs", "2")] * 2
     assert [job.workspace for job in launcher.jobs] == ["out/down", "out/ar"]
     table = out[out.index("framework") :]
-    assert "Downpour" in table
-    assert "AllReduce" in table
-    assert table.count("96.0%") == 2
-    assert "out/frameworks.png" in err
-    assert (here / "out" / "frameworks.png").exists()
+    assert "Downpour" in table and "AllReduce" in table and table.count("96.0%") == 2
+    assert "out/frameworks.png" in err and (here / "out" / "frameworks.png").exists()
     jobs = json.loads((here / "out" / "compare.json").read_text())["jobs"]
     assert [job["conf"] for job in jobs] == ["down.conf", "ar.yaml"]
 
@@ -657,17 +627,7 @@ def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path)
     assert (done.returncode, done.stderr) == (130, "topotrain: error: ended by SIGINT, nothing was started\n")
 
 
-def test_the_console_script_is_that_command() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
-    assert project["project"]["scripts"] == {"topotrain": "topotrain.__main__:main"}
-
-
 # ---- figures for other tools -----------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_can_be_written_is_left_as_it_was(ask: Ask, here: Path, launcher: Launcher) -> None:
-    code, _, err = ask("run", "--log", f"tensorboard:{here}/a/b", "--metrics", "port", "down.conf", "train.py")
-    assert code == 2 and "--metrics" in err and not (here / "a").exists()
 
 
 def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path) -> None:
@@ -686,16 +646,12 @@ def test_a_unit_logs_the_events_of_its_job(tmp_path: Path, caplog: pytest.LogCap
     assert ("topotrain", 30, "worker 0/1: was killed; its group restarts") in caplog.record_tuples
 
 
-def test_exports_of_a_launch_on_this_machine_get_the_events_of_the_job(
+def test_a_launch_on_this_machine_has_exports_and_says_once_that_there_is_no_snapshot(
     ask: Ask, here: Path, launcher: Launcher
 ) -> None:
+    (here / "down.conf").write_text(DOWNPOUR + "resume: true\n")
     code, _, err = ask("launch", "local", "--metrics", "0", "--log", f"jsonl:{here}/c", "down.conf", "train.py")
-    assert code == 0 and re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
+    assert code == 0 and err.count("has no snapshot yet") == 1
+    assert re.search(r"^metrics: http://127\.0\.0\.1:\d+/metrics$", err, re.MULTILINE), err
     losses = [line for line in map(json.loads, (here / "c").read_text().splitlines()) if line["name"] == "loss"]
     assert {"process": "worker 0/0", "value": 0.25}.items() <= losses[0].items()
-
-
-def test_a_launch_on_this_machine_says_once_that_there_is_no_snapshot(ask: Ask, here: Path, launcher: Launcher) -> None:
-    (here / "down.conf").write_text(DOWNPOUR + "resume: true\n")
-    code, _, err = ask("launch", "local", "down.conf", "train.py")
-    assert code == 0 and err.count("has no snapshot yet") == 1

@@ -11,7 +11,6 @@ from topotrain.config.job_file import dumps
 from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, hashed
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles
 from topotrain.launch.recovery.resume_point import asked_for
-from topotrain.tools.cli.app import main
 from topotrain.tools.cli.job_arguments import snapshot_job
 
 
@@ -26,36 +25,22 @@ def workspace(tmp_path):
     return tmp_path
 
 
-def failed(capsys, *words):
-    with pytest.raises(SystemExit) as caught:
-        main(words)
-    return caught.value.code, capsys.readouterr().err
-
-
-def test_the_job_of_the_snapshot_in_its_workspace(workspace):
+def test_the_newest_snapshot_with_its_job_or_the_one_that_is_named(workspace, capsys):
     job, snapshot = snapshot_job(workspace, ["cluster.nworkers_per_group=2"])
     assert snapshot == str(workspace / FOLDER / "000002")
     assert (job.program, job.args) == ("train.py", ("--epochs", "5"))
     assert (job.workspace, job.cluster.nworkers_per_group) == (str(workspace), 2)
-
-
-def test_the_snapshot_that_is_named(workspace):
     Vault(torch.optim.SGD, 1, net=lambda: torch.nn.Linear(4, 3)).write(
         SnapshotFiles(workspace / FOLDER), 3, conf=dumps(Job(name="new", program="train.py")), step=70
     )
     for name in ("000003", "step-70"):
         job, snapshot = snapshot_job(workspace / FOLDER / name)
         assert (snapshot, job.workspace) == (str(workspace / FOLDER / "000003"), str(workspace))
-    assert snapshot_job(workspace / FOLDER / "000002")[1].endswith("000002")
-    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
+    (workspace / FOLDER / "000003" / MODEL).write_bytes(b"")
     with pytest.raises(ConfigError, match="has 0 bytes"):
-        snapshot_job(workspace / FOLDER / "000002")
-
-
-def test_a_damaged_one_gives_way_with_a_warning(workspace, capsys):
-    (workspace / FOLDER / "000002" / MODEL).write_bytes(b"")
-    assert snapshot_job(workspace)[1].endswith("000001")
-    assert "snapshot 000002 has 0 bytes of model.safetensors" in capsys.readouterr().err
+        snapshot_job(workspace / FOLDER / "000003")
+    assert snapshot_job(workspace)[1].endswith("000002"), "a damaged one gives way with a warning"
+    assert "snapshot 000003 has 0 bytes of model.safetensors" in capsys.readouterr().err
 
 
 def test_resume_in_the_file(workspace, tmp_path, capsys):
@@ -68,18 +53,15 @@ def test_resume_in_the_file(workspace, tmp_path, capsys):
     assert "starts at the beginning" in capsys.readouterr().err
 
 
-def test_words_for_a_workspace_without_one(tmp_path, capsys):
-    code, text = failed(capsys, "run", "--resume", str(tmp_path))
-    assert code == 2 and f"--resume = '{tmp_path}': has no snapshot" in text
-    code, text = failed(capsys, "run")
+def test_a_workspace_without_a_snapshot_and_one_with_a_job_that_is_none(workspace, tmp_path, ask):
+    code, _, text = ask("run", "--resume", str(tmp_path / "new"))
+    assert code == 2 and f"--resume = '{tmp_path / 'new'}': has no snapshot" in text
+    code, _, text = ask("run")
     assert code == 2 and "no job file" in text
-
-
-def test_a_job_text_that_is_none_is_told(workspace, capsys):
     for number in (1, 2):
         path = workspace / FOLDER / f"{number:06d}" / MANIFEST
         data = json.loads(path.read_text()) | {"conf": "cluster { nworkers: 3 }"}
         del data["sha256"]
         path.write_text(json.dumps({**data, "sha256": hashed(data)}))
-    code, text = failed(capsys, "run", "--resume", str(workspace))
+    code, _, text = ask("run", "--resume", str(workspace))
     assert code == 2 and "snapshot 2:1:11" in text
