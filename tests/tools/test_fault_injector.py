@@ -44,25 +44,17 @@ def test_all_are_killed_once_the_job_has_begun(sleepers):
     assert not any(blow.frozen_s for blow in tormentor.injected)
 
 
-def test_only_workers_and_servers_and_only_those_it_is_told(sleepers):
+def test_only_workers_and_servers_that_live_are_hit_and_only_those_it_is_told(sleepers):
     with FaultInjector(FaultPlan(0.01, 1000.0, 1, role="server")) as tormentor:
         tormentor(Started("unit 0", sleepers[0].pid))
         tormentor(Started("worker 0/0", sleepers[1].pid))
-        tormentor(Serving("server 0/0", (), sleepers[2].pid))
+        tormentor(Serving("server 0/0", (), sleepers[0].pid))
+        tormentor(Exited("server 0/0", sleepers[0].pid, 0))
+        tormentor(Started("server 0/0", sleepers[2].pid))  # it comes again
         tormentor(Started("server 0/1", sleepers[2].pid))  # the same process
         tormentor(FIRST_STEP)
         assert sleepers[2].wait(30) == -signal.SIGKILL
     assert [child.poll() for child in sleepers[:2]] == [None, None]
-
-
-def test_a_process_that_has_exited_is_left_alone_and_one_that_comes_again_is_not(sleepers):
-    with FaultInjector(FaultPlan(0.01, 1000.0, 1)) as tormentor:
-        tormentor(Started("worker 0/0", sleepers[0].pid))
-        tormentor(Exited("worker 0/0", sleepers[0].pid, 0))
-        tormentor(Started("worker 0/0", sleepers[1].pid))
-        tormentor(FIRST_STEP)
-        assert sleepers[1].wait(30) == -signal.SIGKILL
-    assert sleepers[0].poll() is None
 
 
 def test_who_is_frozen_goes_on(sleepers):
@@ -99,20 +91,15 @@ def test_each_blow_waits_for_the_one_before_and_two_may_fall_at_once_until_there
     assert sum(child.poll() is None for child in sleepers) == 1
 
 
-def test_the_memory_of_surviving_processes_is_looked_at_when_one_is_back(sleepers):
-    with FaultInjector(FaultPlan(1000.0, 1000.0, 1)) as tormentor:
-        tormentor(Started("worker 0/0", sleepers[0].pid))
-        for _ in range(2):
-            tormentor(Recovered(0, 0.1, 0.0))
-    (held,) = tormentor.held.values()
-    assert held[0] == held[1] and len(held) == 2
-
-
-def test_no_descriptor_is_left(sleepers):
+def test_the_resources_of_survivors_are_counted_when_one_is_back_and_no_descriptor_is_left(sleepers):
     before = set(os.listdir("/proc/self/fd"))
     with FaultInjector(FaultPlan(1000.0, 1.0, 1)) as tormentor:
         for child in sleepers:
             tormentor(Started("worker 0/0", child.pid))
+        for _ in range(2):
+            tormentor(Recovered(0, 0.1, 0.0))
+    (held,) = tormentor.held.values()
+    assert held[0] == held[1] and len(held) == 2
     assert set(os.listdir("/proc/self/fd")) == before
 
 

@@ -208,6 +208,8 @@ def test_what_a_job_may_not_be(given: object, words: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         tt.notebook_launch(print, given)  # type: ignore[arg-type]
     assert [word for word in words if word not in str(refused.value)] == []
+    with pytest.raises(ConfigError, match="must be a function without arguments, and not its result"):
+        tt.notebook_launch(None, "cluster {}")  # type: ignore[arg-type]
 
 
 def refusal(folder: Path) -> str:
@@ -215,11 +217,6 @@ def refusal(folder: Path) -> str:
         tt.notebook_launch(lambda: None, tt.Job(cluster=tt.Cluster(workspace=str(folder / "w"))))
     assert not (folder / "w").exists()
     return str(refused.value)
-
-
-def test_the_result_of_a_function_is_no_function() -> None:
-    with pytest.raises(ConfigError, match="must be a function without arguments, and not its result"):
-        tt.notebook_launch(None, "cluster {}")  # type: ignore[arg-type]
 
 
 def test_threads_of_the_user_are_named(tmp_path: Path) -> None:
@@ -251,11 +248,15 @@ def test_only_the_main_thread_may_launch() -> None:
     assert "'other': must be called on the main thread" in found[0]
 
 
-def test_cuda_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    text = refusal(tmp_path)
-    assert "CUDA has been used in this process" in text
-    assert "restart the kernel" in text
+def test_what_has_used_a_gpu_cannot_be_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        text = refusal(tmp_path)
+    assert "CUDA has been used in this process" in text and "restart the kernel" in text
+    monkeypatch.setattr(fork_safety, "_foreign_threads", lambda: iter(()))
+    monkeypatch.setattr(fork_safety, "_native_threads", lambda: ["pt_autograd_0"])
+    with pytest.raises(ConfigError, match="gradients of GPUs"):
+        fork_safety.check("here")
 
 
 @pytest.mark.parametrize(
@@ -279,10 +280,3 @@ def test_forks_of_a_process_with_threads_for_arithmetic_have_one(
         return
     with pytest.raises(ConfigError, match=expected):
         fork_safety.threads_of_forks(asked, environ)
-
-
-def test_threads_for_gradients_of_gpus_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_safety, "_foreign_threads", lambda: iter(()))
-    monkeypatch.setattr(fork_safety, "_native_threads", lambda: ["pt_autograd_0"])
-    with pytest.raises(ConfigError, match="gradients of GPUs"):
-        fork_safety.check("here")

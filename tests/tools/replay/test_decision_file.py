@@ -21,8 +21,7 @@ from topotrain.extensions.decision_record.order_entries import LOST, Arrival, En
 from topotrain.extensions.decision_record.process_order import WHOLE_LIFE
 from topotrain.tools.cli import app
 from topotrain.tools.replay.compare_records import first_difference
-from topotrain.tools.replay.decision_file import DecisionFile, load_decisions
-from topotrain.tools.replay.job_record import JobRecord, check_recordable
+from topotrain.tools.replay.decision_file import DecisionFile, JobRecord, check_recordable, load_decisions
 from topotrain.tools.replay.replay_command import parse_until, replayed_job
 from topotrain.tools.replay.replay_run import ReplayRun
 
@@ -74,15 +73,6 @@ def refused(path: Path) -> str:
     return text
 
 
-def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "job.record"
-    RECORD.save(path)
-    data = path.read_bytes()
-    for cut in (0, 1, len(data) // 2, len(data) - 1):
-        path.write_bytes(data[:cut])
-        assert "is no recording of `topotrain run --record`, or is cut off" in refused(path)
-
-
 @pytest.mark.parametrize(
     ("about", "wanted"),
     [
@@ -110,17 +100,22 @@ def test_another_version_or_format_is_refused(tmp_path: Path, about: dict[str, o
         load_decisions(changed)
 
 
-def test_missing_and_damaged_parts_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_or_has_other_parts_than_its_job_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.record"
-    replace(RECORD, parts={}).save(path)
-    assert "lacks the part of server 0/0" in refused(path)
-    replace(RECORD, parts={"server-0-0": b"\x07"}).save(path)
-    assert "has a damaged part server-0-0" in refused(path)
+    RECORD.save(path)
+    data = path.read_bytes()
+    for cut in (0, 1, len(data) // 2, len(data) - 1):
+        path.write_bytes(data[:cut])
+        assert "is no recording of `topotrain run --record`, or is cut off" in refused(path)
+    for parts, said in (
+        ({}, "lacks the part of server 0/0"),
+        ({"server-0-0": b"\x07"}, "has a damaged part server-0-0"),
+        ({**RECORD.parts, "worker-0-9": bytes(65 << 20)}, "would take more than 64 MB of memory"),
+    ):
+        replace(RECORD, parts=parts).save(path)
+        assert said in refused(path)
     assert "cannot be read (No such file or directory)" in refused(tmp_path / "none.record")
-
-
-def test_names_of_parts_cannot_leave_their_folder(tmp_path: Path) -> None:
-    path = tmp_path / "job.record"
+    # No name of a part leads out of the folder of a replay.
     replace(RECORD, parts={**RECORD.parts, "../server-0-1": b"", "server-0-0/x": b""}).save(path)
     assert load_decisions(path).parts.keys() == RECORD.parts.keys()
 
@@ -158,6 +153,14 @@ def test_jobs_that_cannot_be_replayed_are_not_recorded(cluster: dict[str, Any], 
         check_recordable(job, layout(JOB.cluster), resumed)
 
 
+def test_server_groups_that_exchange_write_no_snapshots_while_they_are_recorded() -> None:
+    """An exchange waits for a snapshot, and a snapshot for the clock."""
+    for groups, drops in ((2, True), (1, False)):
+        job = replace(JOB, cluster=replace(JOB.cluster, nserver_groups=groups))
+        made = JobRecord(job, layout(job.cluster))
+        assert (made.drops_snapshots, wants_snapshots(made.job)) == (drops, not drops)
+
+
 # --- two recordings --------------------------------------------------------------------------------------------------
 
 
@@ -165,7 +168,7 @@ def other(*entries: Entry, job: Job = JOB) -> DecisionFile:
     return DecisionFile(job, True, {"server-0-0": encoded(*entries)})
 
 
-def test_the_first_decision_that_differs_is_named_or_else_a_gradient() -> None:
+def test_the_first_decision_that_differs_is_named_or_else_a_gradient_or_the_other_job() -> None:
     differing = other(MODEL, commit(0), StepMade(0, 1), commit(0), StepMade(0, 2))
     gradient = other(MODEL, commit(0), StepMade(0, 1), commit(1, b"ac"), StepMade(1, 2))
     for record, mine, theirs in (
@@ -176,24 +179,10 @@ def test_the_first_decision_that_differs_is_named_or_else_a_gradient() -> None:
         found = first_difference(RECORD, record)
         assert found is not None and (found.server, found.version) == ("server 0/0", 1)
         assert (found.first, found.second) == (mine, theirs)
-
-
-def test_other_blocks_and_models_are_not_compared() -> None:
-    with pytest.raises(ConfigError, match="same model"):
-        first_difference(RECORD, other(ModelKnown(b"87654321"), *STEPS[1:]))
-    with pytest.raises(ConfigError, match="same cluster block"):
-        first_difference(RECORD, other(*STEPS, job=replace(JOB, cluster=replace(JOB.cluster, nworker_groups=3))))
-
-
-def test_server_groups_that_exchange_write_no_snapshots_while_they_are_recorded() -> None:
-    """An exchange waits for a snapshot, and a snapshot for the clock."""
-    hogwild = replace(JOB, cluster=replace(JOB.cluster, nserver_groups=2))
-    made = JobRecord(hogwild, layout(hogwild.cluster))
-    assert made.drops_snapshots
-    assert not wants_snapshots(made.job)
-    downpour = JobRecord(JOB, layout(JOB.cluster))
-    assert not downpour.drops_snapshots
-    assert wants_snapshots(downpour.job)
+    another = replace(JOB, cluster=replace(JOB.cluster, nworker_groups=3))
+    for record, said in ((other(ModelKnown(b"87654321"), *STEPS[1:]), "model"), (other(job=another), "cluster block")):
+        with pytest.raises(ConfigError, match=f"same {said}"):
+            first_difference(RECORD, record)
 
 
 def test_what_a_comparison_and_a_foreign_program_need_is_refused(
@@ -215,9 +204,3 @@ def test_what_a_comparison_and_a_foreign_program_need_is_refused(
         printed = capsys.readouterr()
         assert left.value.code == 2 and said in printed.err and not printed.out
     assert not (tmp_path / "job.record.replay").exists()
-
-
-def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
-    path = tmp_path / "job.record"
-    replace(RECORD, parts={**RECORD.parts, "worker-0-9": bytes(65 << 20)}).save(path)
-    assert "would take more than 64 MB of memory" in refused(path)

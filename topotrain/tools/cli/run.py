@@ -17,7 +17,7 @@ from topotrain.tools.monitor.terminal import complain, progress_line, say
 
 if TYPE_CHECKING:
     from topotrain.config.topology import Topology
-    from topotrain.tools.replay.job_record import JobRecord
+    from topotrain.tools.replay.decision_file import JobRecord
 
 LECTURE = (
     "--lecture was removed: --watch shows and replays a job on a page, and docs/teaching.md says how to teach with it"
@@ -152,7 +152,7 @@ def _as_before(job: Job, snapshot: str) -> Job:
 
 def _recording(job: Job, topology: "Topology", resumed: bool, file: Path) -> "JobRecord":
     """Return the recording of a job. Raises ConfigError, BadInput."""
-    from topotrain.tools.replay.job_record import JobRecord, check_recordable
+    from topotrain.tools.replay.decision_file import JobRecord, check_recordable
 
     check_recordable(job, topology, resumed)
     check_writable("--record", file)

@@ -1,6 +1,6 @@
-"""The file of a recording.
+"""The file of a recording, and the recording of a job that this process starts.
 
-It is a ZIP archive with a description, and one part for each process.
+The file is a ZIP archive with a description, and one part for each process.
 
 `record.json` has the format's version, the job's text, whether the job came to its end, and the versions of topotrain
 and torch. The parts are as `order_entries` describes them.
@@ -19,12 +19,16 @@ from types import UnionType
 from typing import Any
 
 from topotrain.config import job_file
+from topotrain.config.intervals import wants_snapshots
 from topotrain.config.job import ConfigError, Job
-from topotrain.config.topology import Address, layout
+from topotrain.config.private_files import make_folder
+from topotrain.config.topology import Address, Topology, layout
 from topotrain.extensions.decision_record.exchange_record import decode_choices
 from topotrain.extensions.decision_record.order_entries import Entry, StepMade, decode_entries
 from topotrain.extensions.decision_record.process_order import part_of
+from topotrain.launch.agent.workspace import RECORDED, RunFolder
 
+OPTION = "--record"
 FORMAT = "topotrain decisions"
 VERSION = 1
 _DESCRIPTION = "record.json"
@@ -94,12 +98,6 @@ class DecisionFile:
                 archive.writestr(name, data)
 
 
-def recorded(job: Job, whole: bool, folder: Path) -> DecisionFile:
-    """Return the recording that has its parts in a folder. Raises OSError."""
-    parts = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if _PART.fullmatch(path.name)}
-    return DecisionFile(job, whole, parts, time.time(), {name: version(name) for name in ("topotrain", "torch")})
-
-
 def load_decisions(path: Path) -> DecisionFile:
     """Read a recording.
 
@@ -118,12 +116,9 @@ def load_decisions(path: Path) -> DecisionFile:
         raise _refused(path, f"cannot be read ({error.strerror or error})") from None
     except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError, RuntimeError):
         raise _refused(path, "is no recording of `topotrain run --record`, or is cut off") from None
-    try:
-        job = job_file.loads(about["job"], str(path))
-        found = DecisionFile(job, about["whole"], parts, about["made_at"], about["versions"])
-        _check_parts(path, found)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise _refused(path, f"has no valid {_DESCRIPTION}: {error!r}") from None
+    job = job_file.loads(about["job"], str(path))
+    found = DecisionFile(job, about["whole"], parts, about["made_at"], about["versions"])
+    _check_parts(path, found)
     return found
 
 
@@ -163,3 +158,57 @@ def _check_parts(path: Path, found: DecisionFile) -> None:
 
 def _refused(path: Path, why: str) -> ConfigError:
     return ConfigError("", None, why, str(path))
+
+
+class JobRecord(RunFolder):
+    """Lets the processes of a job record, and collects what they have written.
+
+    Args:
+        job, topology: of the job that is asked for.
+    """
+
+    def __init__(self, job: Job, topology: Topology) -> None:
+        self.drops_snapshots = topology.synced and wants_snapshots(job)
+        """Whether the job writes no snapshots: one comes by the clock, and exchanges of server groups wait for it."""
+        self.job = replace(job, snapshot_s=0.0, checkpoint_freq=0) if self.drops_snapshots else job
+        """The job to run."""
+        self._folder = Path()
+        self._starts = 0
+
+    def fill(self, run_dir: Path) -> None:
+        self._folder = run_dir / RECORDED
+        self._starts += 1
+        make_folder(self._folder)
+
+    def collect(self, whole: bool) -> DecisionFile:
+        """Return the recording of the job that has ended.
+
+        whole: it came to its end.
+
+        Raises:
+            ConfigError: all processes were started again meanwhile.
+            OSError: the parts cannot be read.
+        """
+        if self._starts > 1:
+            accepted = "is not written: the whole job was started again, and a recording is of one start"
+            raise ConfigError(OPTION, None, accepted)
+        found = sorted(path for path in self._folder.iterdir() if _PART.fullmatch(path.name))
+        versions = {name: version(name) for name in ("topotrain", "torch")}
+        return DecisionFile(self.job, whole, {path.name: path.read_bytes() for path in found}, time.time(), versions)
+
+
+def check_recordable(job: Job, topology: Topology, resumed: bool) -> None:
+    """Raise ConfigError for a job that cannot be recorded.
+
+    The order of decisions is not enough to make the decisions of such a job again.
+    """
+    cluster = job.cluster
+    if resumed:
+        raise ConfigError(OPTION, None, "cannot be used for a job that goes on from a snapshot")
+    if cluster.replicas > 1:
+        raise ConfigError("cluster.replicas", cluster.replicas, f"must be 1 with {OPTION}")
+    if cluster.backup:
+        why = "a worker learns at any moment that a step was made without it"
+        raise ConfigError("cluster.backup", cluster.backup, f"must be 0 with {OPTION}: {why}")
+    if topology.torch_collective:
+        raise ConfigError("cluster.engine", cluster.engine, f"must be kOwn with {OPTION}")
