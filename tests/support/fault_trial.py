@@ -1,10 +1,14 @@
-"""Simulated job with faults: deaths and restarts, pauses, and lost connections.
+"""Simulated job with faults: deaths and restarts, pauses, lost connections, and groups that leave and join.
 
 Every batch has its own cell in each parameter, for each worker of the group that reads it. The gradient there is -1,
 gradients are summed, and SGD has rate 1. At the end every cell must be exactly 1; otherwise a batch was lost or counted
 twice. In a snapshot the cells of all listed batches must be 1, and all others 0.
 
 Some scripts also assign the cells of their batches in one more parameter (ASSIGNED), before each step.
+
+The launcher's part (`launch.recovery`) is simulated. The servers are asked before a group leaves or joins. A leaving
+group gets a request and a grace period. It is gone when it has no process left, and then the servers are informed.
+Other faults in the meantime only make it leave sooner. Every batch still counts exactly once.
 """
 
 import random
@@ -15,7 +19,7 @@ from functools import partial
 import torch
 from batch_counts import BatchCounts, InvariantViolated
 from cell_observers import CellObserver
-from fault_schedule import ANY, ASSIGNED, NETWORKS, Fault, FaultKind, FaultSchedule
+from fault_schedule import ANY, ASSIGNED, MOVES, NETWORKS, Fault, FaultKind, FaultSchedule
 from faulty_cluster import FaultyCluster, SimWorker, parameters
 from faulty_network import NetworkFaults
 from sim_disks import PublishedSnapshot, SimDisks, passes_of
@@ -32,7 +36,8 @@ from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.backup_workers.backup_client import BackupWorkersClient
 from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
 from topotrain.extensions.elastic.eligibility import in_place_refusal, singly
-from topotrain.extensions.elastic.membership_messages import RestartRequest
+from topotrain.extensions.elastic.group_departure import GroupDeparture
+from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest, GroupLeft, RestartRequest
 from topotrain.extensions.in_place_recovery.in_place_client import InPlaceClient
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
@@ -49,6 +54,7 @@ from topotrain.training.parameters.flat_parameters import describe_model
 from topotrain.training.worker import Worker, WorkerMemory
 from topotrain.training.worker_stats import BatchAccounting
 
+_COORDINATOR = Address(Role.SERVER, 0, 0)
 LONG = 10.0
 """Virtual seconds after the last fault, several times more than the slowest of these jobs needs."""
 
@@ -301,6 +307,8 @@ class Trial(FaultyCluster):
 
     script_class = TrialScript
     transport: CrashableTransport
+    left_at = -1.0
+    """The time at which the last process of a group that left had ended."""
 
     def __init__(
         self,
@@ -319,6 +327,7 @@ class Trial(FaultyCluster):
         self.repeats = 0
         """Steps that a worker has repeated because its group had lost, or got back, another one."""
         self._choices = random.Random(f"{seed} in place")
+        self._leaving: dict[int, Fault] = {}
         self._whole: dict[int, int] = {}  # group -> how often all of it was killed
         self._told: dict[int, float] = {}  # group -> when its servers are told of the last restart
         self._numbers: dict[int, int] = {}  # group -> the incarnation of the last restart
@@ -379,7 +388,13 @@ class Trial(FaultyCluster):
     @property
     def away(self) -> set[int]:
         """The groups without a process, also after a crash."""
-        return self.absent
+        # A group that was leaving at a crash has no process any more.
+        return self.absent | self._leaving.keys()
+
+    @property
+    def moves(self) -> list[Fault]:
+        """The changes of groups in their order, without those that the servers refused."""
+        return [fault for _, fault in self.log if fault.what in MOVES]
 
     # --- how it is made ------------------------------------------------------------------------------------------
 
@@ -455,6 +470,9 @@ class Trial(FaultyCluster):
             return
         # Each fault happens once, also if its condition holds again in a later incarnation.
         self._faults.remove(fault)
+        if fault.what in MOVES:
+            self._move(fault)
+            return
         self.log.append((self.sim.now, fault))
         if fault.what is FaultKind.KILL:
             self.kill(fault.group, fault.away, fault.index)
@@ -501,8 +519,14 @@ class Trial(FaultyCluster):
         return (worker,) if self.singly or survived else everyone
 
     def _kill(self, workers: tuple[Address, ...], away: float) -> None:
+        group = workers[0].group
+        if group in self._leaving:
+            self._end_all(group)
+            return
+        if group in self.absent:
+            return
         self.kills += 1
-        self.deaths.append((self.sim.now, workers[0].group))
+        self.deaths.append((self.sim.now, group))
         for me in workers:
             process, client = self.worker_processes[me], self.clients[me]
             # The messages that a pause holds back must not wait for a dead process.
@@ -512,7 +536,6 @@ class Trial(FaultyCluster):
             # Last: only a living process has connections that end.
             process.kill()
         worker_processes = [self.worker_processes[me] for me in workers]
-        group = workers[0].group
         # The restart of a whole group replaces that of one worker.
         self._whole[group] = turn = self._whole.get(group, 0) + (len(workers) == self.topology.workers_per_group)
         number = self._next_incarnation(workers)
@@ -591,6 +614,8 @@ class Trial(FaultyCluster):
             self._kill(self._killed_together(*refused[1:]), self._forks.pop(refused))
 
     def _start(self, me: Address) -> None:
+        if me.group in self.absent:
+            return
         process, client = self.worker_processes[me], self.clients[me]
 
         def run_process() -> None:
@@ -620,11 +645,105 @@ class Trial(FaultyCluster):
 
         self.sim.actor(f"{me} of incarnation {process.incarnation}", run_process)
 
+    # --- groups that leave and join ------------------------------------------------------------------------------
+
+    def _move(self, fault: Fault) -> None:
+        """Let a group leave or join, unless the servers refuse it. A refused change is not tried again."""
+        away, joins = fault.group in self.absent, fault.what is FaultKind.JOIN
+        # Only absent groups join and only present ones leave; the servers may refuse, as in a job.
+        if fault.group in self._leaving or away is not joins or self._refused(fault):
+            return
+        self.log.append((self.sim.now, fault))
+        if joins:
+            self.absent.discard(fault.group)
+            workers = self.topology.workers(fault.group)
+            self._restart(workers, self._next_incarnation(workers))
+        else:
+            self._leave(fault)
+
+    def _refused(self, fault: Fault) -> str:
+        return self.server(0, 0).extension(GroupDeparture).may_change(fault.group, fault.what.value)
+
+    def _leave(self, fault: Fault) -> None:
+        self._leaving[fault.group] = fault
+        if fault.what is FaultKind.LOSE:
+            self._end_all(fault.group)
+            return
+        worker_processes = self._processes_of(fault.group)
+        again = all(process.dead for process in worker_processes)  # the request is for the processes about to start
+        self._send(GroupLeaveRequest(fault.group, self._newest(fault.group) + again))
+
+        def late() -> None:
+            # The group may have left, joined and been asked again meanwhile.
+            if self._leaving.get(fault.group) is fault:
+                self._end_all(fault.group)
+
+        self.sim.at(self.sim.now + fault.away, late)
+
+    def _processes_of(self, group: int) -> list[WorkerProcess]:
+        return [self.worker_processes[worker] for worker in self.topology.workers(group)]
+
+    def _newest(self, group: int) -> int:
+        """Return the incarnation of the last start of a process of a group."""
+        started = max(process.incarnation for process in self._processes_of(group))
+        return max(started, self._numbers.get(group, 0))
+
+    def _send(self, message: m.Message) -> None:
+        sim_server = self.sim_servers[_COORDINATOR]
+        self.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, message), _COORDINATOR)
+
+    def _end_all(self, group: int) -> None:
+        # A worker that is about to restart alone does not start any more.
+        self._whole[group] = self._whole.get(group, 0) + 1
+        known = self._processes_of(group)
+        if all(process.dead for process in known):  # about to restart: the new processes end before they start
+            new = (WorkerProcess(process.me, process.incarnation + 1, over=True, dead=True) for process in known)
+            self.worker_processes |= {process.me: process for process in new}
+        for process in self._processes_of(group):
+            if not process.over:
+                self._end_one(process)
+        self._emptied(group)
+
+    def _end_one(self, process: WorkerProcess) -> None:
+        """End one process of a leaving group."""
+        process.kill()
+        # The messages that a pause holds back must not wait for a process that has ended.
+        self.transport.resume(process.me)
+        client = self.clients[process.me]
+        # Each server notices the end of its connection at a time of its own.
+        for server in sorted({*client.channel.servers, client.channel.first_server}):
+            self.sim.at(self._notice_time(), partial(self._end, process, server))
+
+    def _emptied(self, group: int) -> None:
+        """Inform the servers once a leaving group has no process left."""
+        worker_processes = self._processes_of(group)
+        if group not in self._leaving or not all(process.over for process in worker_processes):
+            return
+        del self._leaving[group]
+        if any(process.dead for process in worker_processes):  # else its scripts have finished meanwhile
+            self.absent.add(group)
+            self.left_at = self.sim.now
+            # It may arrive before or after the servers notice the ends of connections.
+            self.sim.at(self._notice_time(), partial(self._send, GroupLeft(group, self._newest(group) + 1)))
+
+    def leave(self, process: WorkerProcess) -> None:
+        """End a worker of a group that was asked to leave."""
+        if not process.over:
+            self._end_one(process)
+            self._emptied(process.me.group)
+        # The script of this worker must not run on, as nothing runs after the end of a real process.
+        raise Killed
+
     def run(self) -> "Trial":
         """Run until the end, or until a crash.
 
         Raises InvariantViolated, Deadlock, and the errors of servers and workers.
         """
+        for group in sorted(self.absent):
+            for process in self._processes_of(group):
+                process.kill()
+            # The launcher informs the coordinator as soon as it runs.
+            self.sim.at(self._opens[_COORDINATOR], partial(self._send, GroupLeft(group, 0)))
         for me in self.workers:
             self._start(me)
         if self.schedule.every:
@@ -656,10 +775,6 @@ class Trial(FaultyCluster):
     def committed(self, worker: Address) -> None:
         """Record the time of a step."""
         self.commits.setdefault(worker.group, []).append(self.sim.now)
-
-    def leave(self, process: WorkerProcess) -> None:
-        """End a worker of a group that was asked to leave."""
-        raise InvariantViolated(f"{process.me} leaves without a request")
 
     def wrong(self) -> list[tuple[int, int, float]]:
         """Return (parameter, cell, value) of all cells that are not 1.

@@ -26,7 +26,6 @@ import torch
 from batch_counts import InvariantViolated
 from cell_model import cell_model, outer_plan
 from cell_observers import GroupReplicas, IslandObserver
-from elastic_trial import ElasticTrial
 from fault_schedule import Fault, FaultKind
 from fault_trial import CrashableSender, Trial, TrialScript
 from faulty_cluster import SimWorker, parameters
@@ -52,7 +51,7 @@ from topotrain.training.parameters.device_parameters import ParameterHolder
 from topotrain.training.worker import Worker
 
 FRAGMENTS = 4
-"""The number of parameters of the model, hence the most fragments."""
+"""The number of parameters of the model. With more fragments there are 8."""
 
 
 def trains_alone(job: Job) -> bool:
@@ -200,7 +199,7 @@ class IslandScript(TrialScript):
     def _compute(self) -> None:
         """Compute a gradient. Raises Killed."""
         lag = self._islands.lags.get(self._process.me, 0.0)
-        self._worker.sleep(lag, lag + 0.004)
+        self._worker.sleep(lag, lag + self._islands.jitter)
         # It may have been killed while it computed.
         if self._process.over:
             raise Killed
@@ -235,13 +234,14 @@ class IslandScript(TrialScript):
             worker.client.extension(WorkerStateClient).save(worker.snapshot, passes_of(first))
 
 
-class IslandTrial(ElasticTrial):
+class IslandTrial(Trial):
     """A trial with workers that train alone between rounds."""
 
     script_class = IslandScript
+    jitter = 0.004
+    """Seconds by which a step may be longer than another one."""
 
     def _prepare(self, job: Job, before: Trial | None) -> None:
-        super()._prepare(job, before)
         cluster = job.cluster
         # Workers that could start again alone may be behind. With leases one may have no batch left in an epoch.
         self.in_lock_step = not cluster.quorum and cluster.fragments > 1 and self.schedule.mode == "static"
@@ -265,7 +265,8 @@ class IslandTrial(ElasticTrial):
         # Of two fragments each has a long and a short parameter. Then the first server has the cells of the long ones,
         # and the second server those of the short ones.
         long, short = max(cells, 256), max(cells, 64)
-        return outer_plan(self.job, self.topology, parameters(long, long, short, short))
+        counts = (long, long, short, short) if self.job.cluster.fragments <= FRAGMENTS else (cells,) * 8
+        return outer_plan(self.job, self.topology, parameters(*counts))
 
     @property
     def made_cells(self) -> set[int]:

@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from batch_counts import BatchCounts
-from elastic_trial import ElasticTrial
 from fault_schedule import (
     MOVES,
     FaultSchedule,
@@ -31,6 +30,7 @@ from fault_schedule import (
     draw_moves,
     draw_pairs,
 )
+from fault_trial import Trial
 from island_trial import FRAGMENTS, IslandTrial, trains_alone
 
 from topotrain.config.job import (
@@ -177,7 +177,7 @@ def schedule_of(job: Job, name: str, seed: int) -> FaultSchedule:
 
 def run_trial(job: Job, name: str, seed: int, schedule: FaultSchedule) -> TrialVerdict:
     """Run one simulation."""
-    trial = (IslandTrial if trains_alone(job) else ElasticTrial)(job, seed, schedule)
+    trial = (IslandTrial if trains_alone(job) else Trial)(job, seed, schedule)
     seen = [0, 0]
     crashes = 0
 

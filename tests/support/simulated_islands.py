@@ -1,26 +1,16 @@
-"""Real workers with an outer optimizer on the simulated network: they die, come back, and have speeds of their own.
-
-Each batch has a cell of its own in each parameter, to which its step adds 1. There is a parameter for each fragment,
-the sums of whole numbers are exact, and the outer optimizer adds: a cell of 1 means that the batch counts once there.
-"""
+"""Simulated workers with an outer optimizer, each with a speed of its own: which rounds are decided, and of what."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import island_trial
 import torch
-from cell_model import cell_model
-from elastic_trial import ElasticTrial
 from fault_schedule import Fault, FaultSchedule
-from fault_trial import TrialScript
-from faulty_cluster import parameters
-from faulty_network import SimClock
 
 from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
-from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
-from topotrain.training.adopted_optimizer import adopt
 
 STEP_S = 0.01
 """Virtual seconds of a step of a worker with speed 1. A message takes 0.5 to 2 ms."""
@@ -50,32 +40,8 @@ class Told:
     weight: float
 
 
-class IslandScript(TrialScript):
-    """A script with a model and a loop over its batches."""
-
-    def run(self) -> None:
-        trial, process, me = self._trial, self._process, self._worker.me
-        assert isinstance(trial, IslandTrial)
-        model = cell_model(parameters(*[trial.batches * trial.epochs] * trial.job.cluster.fragments))
-        inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        local = InnerOptimizer(inner, trial.job.cluster, model.named_parameters(), clock=SimClock(trial.sim))
-        worker = self._trained(model, inner, local)
-        worker.start()
-        adopt(inner, worker)
-        for epoch, stream, seq, number in self._steps(lambda: trial.sim.sleep(trial.step_s[me.group])):
-            worker.drawn(stream, seq, 1.0, 1)
-            inner.zero_grad()
-            cell = epoch * trial.batches + number
-            torch.autograd.backward([-tensor[cell] for tensor in model.values()])
-            inner.step()
-            process.stepped = True
-            if worker.leaves:
-                trial.leave(process)
-        self._finish(worker)
-
-
-class IslandTrial(ElasticTrial):
-    """A simulated job with an outer optimizer.
+class IslandTrial(island_trial.IslandTrial):
+    """A simulated job with an outer optimizer, the rounds and pushes of which are noted.
 
     Args:
         job, faults: what happens.
@@ -84,14 +50,15 @@ class IslandTrial(ElasticTrial):
         lease: the workers lease their batches.
     """
 
-    script_class = IslandScript
+    jitter = 0.0
 
     def __init__(
         self, job: Job, batches: int, faults: Sequence[Fault] = (), speeds: Sequence[float] = (), lease: bool = False
     ) -> None:
         schedule = FaultSchedule("calm", batches, 1, "lease" if lease else "static", True, tuple(faults))
         super().__init__(job, 1, schedule)
-        self.step_s = [STEP_S / speed for speed in speeds or [1.0] * job.cluster.nworker_groups]
+        for me in self.workers:
+            self.lags[me] = STEP_S / speeds[me.group] if speeds else STEP_S
         self.rounds: list[Round] = []
         self.told: list[Told] = []
         self._watch()
@@ -117,8 +84,8 @@ class IslandTrial(ElasticTrial):
         self.transport.observers.append(observe)
 
     def cells(self) -> torch.Tensor:
-        """How often each batch counts, by fragment and batch."""
-        return torch.stack(self.final)
+        """How often each batch counts, by parameter and batch."""
+        return torch.stack([part[: self.batches * self.epochs] for part in self.final])
 
     def rounds_until(self, push: Told) -> int:
         """So many rounds were decided from a push on until the one that it is in."""

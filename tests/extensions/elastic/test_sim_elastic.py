@@ -4,9 +4,8 @@ import itertools
 import random
 
 import pytest
-from elastic_trial import ElasticTrial
 from fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
-from fault_trial import TrialScript
+from fault_trial import Trial, TrialScript
 from seeds import seeds
 from simulation import job
 
@@ -39,7 +38,7 @@ def drawn(name: str, seed: int) -> tuple[Fault, ...]:
     return tuple(sorted(moves, key=lambda each: each.at))
 
 
-def one(name: str, seed: int) -> ElasticTrial:
+def one(name: str, seed: int) -> Trial:
     rng, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
     faults = [Fault(0, at=rng.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
     if seed % 3 == 0:
@@ -47,7 +46,7 @@ def one(name: str, seed: int) -> ElasticTrial:
     schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
     absent = (groups - 1,) if seed % 5 == 0 else ()
     weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
-    return ElasticTrial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
+    return Trial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
 
 
 def test_every_batch_counts_once_whichever_group_leaves_and_comes_when():
@@ -61,7 +60,7 @@ def test_every_batch_counts_once_whichever_group_leaves_and_comes_when():
 
 def calm(moves, absent=(), groups=3, workers=2, batches=30):
     schedule = FaultSchedule("", batches, 1, "lease", True, moves)
-    return ElasticTrial(job(groups, workers, 2), 1, schedule, VIEWS, absent).run()
+    return Trial(job(groups, workers, 2), 1, schedule, VIEWS, absent).run()
 
 
 def test_who_leaves_ends_behind_a_step_and_the_others_read_the_rest_without_a_pause():
@@ -97,7 +96,7 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
                 sleep = worker.sleep
                 worker.sleep = lambda low, high: sleep(1.0, 1.0)
 
-    class Slow(ElasticTrial):
+    class Slow(Trial):
         script_class = SlowScript
 
     schedule = FaultSchedule("", 3, 1, "lease", True, (move("leave", 1, 0.5, 9.0),))
@@ -110,7 +109,7 @@ def test_who_waits_for_batches_that_others_may_leave_goes_at_once():
 def test_an_order_to_leave_is_not_for_workers_that_came_after_the_dead():
     """The servers have seen the death, and the launcher had not when it asked."""
     schedule = FaultSchedule("", 30, 1, "lease", True, (Fault(1, at=0.03, away=0.1),))
-    found = ElasticTrial(job(2, 1, 1), 1, schedule, VIEWS)
+    found = Trial(job(2, 1, 1), 1, schedule, VIEWS)
     found.sim.at(0.08, lambda: found._send(GroupLeaveRequest(1, 0)))
     assert not found.run().wrong()
     assert max(found.commits[1]) > 0.13
