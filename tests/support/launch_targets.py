@@ -49,7 +49,7 @@ def play(spec, channel, fds):
     if "job" in spec:
         termination.take_over(job_file.loads(spec["job"], "the job"))
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
-    return PARTS[parts.get(spec["who"], "finish")](spec, control, fds)
+    return part(parts.get(spec["who"], "finish"))(spec, control, fds)
 
 
 def finish(spec, control, fds):
@@ -303,7 +303,7 @@ def torch_world(spec, control, fds):
     return 0
 
 
-def thread_counts(spec, control, fds):
+def threads(spec, control, fds):
     """How many threads torch computes with here, on the first thread and on another one."""
     import torch
 
@@ -317,48 +317,18 @@ def thread_counts(spec, control, fds):
 
 SAVED, UNSAVED = Saved("server 0/0", 3, 70, "manifests/000003", "end"), Unsaved("server 0/0", "why")
 ANSWERS = {"saves": SAVED, "saves once": SAVED, "unsaved": UNSAVED, "unsaved until over": UNSAVED}
-PARTS: dict[str, Any] = {
+OTHER_NAMES = {
+    "raise": raises,
     "saves": stay,
     "saves once": stay_once,
-    "stay once": stay_once,
     "unsaved": stay,
     "unsaved until over": until_over,
-    "finish": finish,
-    "raise": raises,
-    "misconfigured": misconfigured,
-    "program": program,
-    "exit 3": exit_3,
-    "killed": killed,
-    "exits 0": exits_0,
-    "crashes": crashes,
-    "exits 0 once": exits_0_once,
-    "execs": execs,
-    "closes": closes,
-    "lingers": lingers,
-    "stay": stay,
-    "forks": forks,
-    "own handler": own_handler,
-    "deaf": deaf,
-    "brood": brood,
-    "group": group,
-    "lost peer": lost_peer,
-    "late program": late_program,
-    "witness": witness,
-    "mortal": mortal,
-    "until over": until_over,
-    "second": second,
-    "once": once,
-    "done": done,
-    "frozen": frozen,
-    "frozen once": frozen_once,
-    "reborn": reborn,
-    "talk": talk,
-    "life": life,
-    "share": share,
-    "world": world,
-    "torch world": torch_world,
-    "threads": thread_counts,
 }
+
+
+def part(name: str) -> Callable[..., Any]:
+    """The function of a part: "exit 3" is `exit_3`."""
+    return OTHER_NAMES.get(name) or globals()[name.replace(" ", "_")]
 
 
 def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:

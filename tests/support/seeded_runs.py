@@ -98,6 +98,9 @@ LAYOUTS: Mapping[str, Job] = {
     "islands of pairs in step": _job(3, 2, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
     "islands of pairs that wait": _job(2, 2, 2, outer=_OUTER, sync_freq=3, overlap=2),
     "islands of three": _job(3, 3, 1, outer=_OUTER, quorum=2, sync_freq=3),
+    # With a bound the servers restart a group by themselves, and do not wait for the launcher.
+    "two with a bound": _job(1, 2, 2, max_staleness=1),
+    "three with a bound": _job(1, 3, 3, max_staleness=1),
 }
 """Small layouts of every framework that has servers, by name."""
 

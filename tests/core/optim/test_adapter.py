@@ -37,21 +37,17 @@ def test_fused_where_the_user_chose_nothing_and_only_there() -> None:
         assert made is not None
         return made.param_groups[0]["fused"], made.param_groups[0]["foreach"]
 
-    assert kernels() == (True, None)
-    assert kernels(fused=False) == (False, None)
-    assert kernels(foreach=True) == (None, True)
-    assert kernels(foreach=False) == (None, False)
-
-
-def test_hyper_parameters_of_a_later_step_do_not_undo_the_kernel_choice() -> None:
     own = [torch.nn.Parameter(torch.zeros(64))]
     optimizer = torch.optim.Adam(own)
     update = SliceUpdate(describe(optimizer, own), [(0, 0, torch.zeros(64))])
     optimizer.param_groups[0]["lr"] = 0.5
     update.apply(hyper(optimizer), {0: torch.ones(64)})
-    assert update._parts[0].optimizer is not None
-    assert update._parts[0].optimizer.param_groups[0]["fused"] is True
-    assert update._parts[0].optimizer.param_groups[0]["lr"] == 0.5
+    (group,) = update._parts[0].optimizer.param_groups
+    assert group["fused"] is True and group["lr"] == 0.5, "hyper-parameters of a later step do not undo the choice"
+    assert kernels() == (True, None)
+    assert kernels(fused=False) == (False, None)
+    assert kernels(foreach=True) == (None, True)
+    assert kernels(foreach=False) == (None, False)
 
 
 def test_a_key_without_gradient_is_skipped_and_gradients_are_not_changed() -> None:
@@ -241,16 +237,6 @@ def test_an_updater_block_builds_its_optimizer(updater: Updater, cls: str, setti
     describe(optimizer, [p for _, p in own])
 
 
-def test_defect_11_adam_corrects_its_bias() -> None:
-    p = torch.nn.Parameter(torch.zeros(4))
-    optimizer = build(Updater(type="kAdam", learning_rate=FIXED), [("w", p)])  # type: ignore[arg-type]
-    p.grad = torch.full((4,), 1e-3)
-    optimizer.step()
-    assert torch.allclose(
-        p, torch.full((4,), -0.1), rtol=1e-3
-    )  # a full step at once; uncorrected it would be 0.32 of it
-
-
 def test_scales_make_groups_and_follow_the_schedule() -> None:
     rate = LRGen(type="kStep", base_lr=1.0, step_conf=Step(change_freq=10, gamma=0.5))  # type: ignore[arg-type]
     scales = (Param(match="bias$", lr_scale=2, wd_scale=0), Param(match="b", lr_scale=7))
@@ -264,22 +250,15 @@ def test_scales_make_groups_and_follow_the_schedule() -> None:
         [id(named[3][1])],
     ]
     assert [(g["lr"], g["weight_decay"]) for g in groups] == [(1.0, 0.5), (2.0, 0.0), (7.0, 0.5)]
+    follow = build(updater, named)
+    after_step, seen = follow_schedule(follow, updater), []
+    for _ in range(12):
+        seen.append(follow.param_groups[0]["lr"])
+        after_step(follow, (), {})
+    assert seen == [1.0] * 10 + [0.5] * 2, "each call moves on to the rate of the next step"
     for step in (25, 3):  # back again, too
         set_lr(optimizer, updater, step)
         assert [g["lr"] for g in groups] == [lr_schedules.lr(updater, step) * scale for scale in (1, 2, 7)]
-
-
-def test_each_call_moves_on_to_the_next_step_s_rate() -> None:
-    rate = LRGen(type="kStep", base_lr=1.0, step_conf=Step(change_freq=2, gamma=0.5))  # type: ignore[arg-type]
-    updater = Updater(type="kSGD", learning_rate=rate)  # type: ignore[arg-type]
-    optimizer = build(updater, [("w", torch.nn.Parameter(torch.zeros(2)))])
-    optimizer.param_groups[0]["lr"] = 9.0
-    after_step = follow_schedule(optimizer, updater)
-    seen = []
-    for _ in range(5):
-        seen.append(optimizer.param_groups[0]["lr"])
-        after_step(optimizer, (), {})
-    assert seen == [1.0, 1.0, 0.5, 0.5, 0.25]
 
 
 def test_the_norm_is_clipped_before_the_elements() -> None:

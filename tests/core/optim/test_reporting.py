@@ -43,33 +43,22 @@ def test_nothing_is_encoded_while_nothing_changes(encoded):
     assert len(encoded) == 1
 
 
-def rate(group):
-    group["lr"] = 0.25
+CHANGES = {
+    "rate": {"lr": 0.25},
+    "betas": {"betas": (0.8, 0.9)},
+    "new entry": {"initial_lr": 1.0},
+    "something for nothing": {"fused": True},
+    "tensor": {"lr": torch.tensor(0.125)},
+}
 
 
-def betas(group):
-    group["betas"] = (0.8, 0.9)
-
-
-def new_entry(group):
-    group["initial_lr"] = 1.0
-
-
-def nothing_for_something(group):
-    group["fused"] = True
-
-
-def to_tensor(group):
-    group["lr"] = torch.tensor(0.125)
-
-
-@pytest.mark.parametrize("change", [rate, betas, new_entry, nothing_for_something, to_tensor], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_change_is_told(change, number):
     optimizer = adam()
     now = HyperEncoder(optimizer)
     before = now()
-    change(optimizer.param_groups[number])
+    optimizer.param_groups[number].update(change)
     assert now() == hyper(optimizer) != before
 
 
@@ -152,6 +141,3 @@ def test_an_exchange_after_many_quiet_steps_is_found():
         buffers.check()
     with pytest.raises(RuntimeError, match=r"0.weight is not the one that tt.prepare saw"):  # and not forgotten
         buffers.check()
-
-
-# --- the loss ----------------------------------------------------------------------------------------------------

@@ -18,23 +18,18 @@ from topotrain.launch.runtime.server_composition import make_server
 # --- joining -----------------------------------------------------------------------------------------------------
 
 
-def test_values_are_held_until_they_are_here():
-    harness = ServerHarness(nservers_per_group=2)
+@pytest.mark.parametrize("join", [True, False])
+def test_values_are_held_until_they_and_the_models_description_are_here(join):
+    harness = ServerHarness(nservers_per_group=2, join=join)
     harness.fetch(worker())
     assert harness.got[worker()] == []
     harness.give_values(3.0)
+    if not join:
+        assert harness.got[worker()] == []
+        harness.join(worker())
     assert harness.values(worker()) == 3.0
-    harness.give_values(9.0)  # whoever comes late with values is not heard
+    harness.give_values(9.0)  # values that come late are ignored
     harness.fetch(worker(), 2)
-    assert harness.values(worker()) == 3.0
-
-
-def test_who_comes_before_the_models_description_waits_in_the_drawer():
-    harness = ServerHarness(join=False)
-    harness.give_values(3.0)
-    harness.fetch(worker())
-    assert harness.got[worker()] == []
-    harness.join(worker())
     assert harness.values(worker()) == 3.0
 
 
@@ -117,18 +112,10 @@ def test_a_step_is_applied_on_all_shards_or_on_none():
     assert len(harness.heard(worker(), m.Applied)) == 2
 
 
-def test_no_fetch_no_values():
+def test_the_same_batches_count_once_and_values_come_where_they_are_asked_for():
     harness = started()
-    harness.step(worker(), 1, fetch=False)
-    assert harness.heard(worker(), m.Values) == []
-    assert len(harness.heard(worker(), m.Applied)) == 1
-    harness.fetch(worker(), 2)
-    assert harness.values(worker()) == -1.0
-
-
-def test_the_same_batches_count_once():
-    harness = started()
-    harness.step(worker(), 1, marks=(7, 0, 1))
+    harness.step(worker(), 1, marks=(7, 0, 1), fetch=False)
+    assert harness.heard(worker(), m.Values) == [] and len(harness.heard(worker(), m.Applied)) == 1
     harness.step(worker(), 1, step=1, marks=(7, 0, 1))
     assert harness.values(worker()) == -1.0
     harness.step(worker(), 1, step=2, marks=(7, 3, 3))
@@ -162,17 +149,20 @@ def test_clip_norm_is_torchs_over_all_shards(kind, bound):
     assert harness.values(worker()) == pytest.approx(-float(harness.model.weight.grad[0, 0]), rel=1e-6)
 
 
-def test_padding_does_not_count_for_the_norm():
-    harness = started(size=70)  # 58 elements of padding, which a push fills here
-    harness.step(worker(), 1, clip_norm=100.0)
-    assert harness.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(70))
-
-
-def test_the_loss_scale_is_taken_back_before_clipping():
-    harness = started()
-    harness.step(worker(), 8.0, inv_scale=0.125, clip_norm=1e6)
-    assert harness.heard(worker(), m.Applied)[0].norm == pytest.approx(math.sqrt(150))
-    assert harness.values(worker()) == -1.0
+@pytest.mark.parametrize(
+    ("fields", "gradient", "commit", "norm", "value"),
+    [
+        ({"size": 70}, 1.0, {"clip_norm": 100.0}, math.sqrt(70), -1.0),  # 58 elements of padding are filled, too
+        ({}, 8.0, {"inv_scale": 0.125, "clip_norm": 1e6}, math.sqrt(150), -1.0),  # unscaled before it is clipped
+        ({"updater": Updater(clip_low=-0.5, clip_high=0.25)}, 3.0, {}, -1.0, -0.25),
+    ],
+    ids=["padding", "loss scale", "bounds of elements"],
+)
+def test_what_a_step_makes_of_a_gradient(fields, gradient, commit, norm, value):
+    harness = started(**fields)
+    harness.step(worker(), gradient, **commit)
+    assert harness.heard(worker(), m.Applied)[0].norm == pytest.approx(norm)
+    assert harness.values(worker()) == value
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -188,12 +178,6 @@ def test_an_overflow_on_one_shard_skips_the_step_on_all(bad):
     assert harness.values(worker()) == 0.0
     harness.step(worker(), 1, step=1, check_finite=True)
     assert harness.values(worker()) == -1.0
-
-
-def test_the_updaters_bounds_hold_for_every_element():
-    harness = started(updater=Updater(clip_low=-0.5, clip_high=0.25))
-    harness.step(worker(), 3)
-    assert harness.values(worker()) == -0.25
 
 
 def test_hyperparameters_are_the_last_ones_of_the_group():

@@ -1,61 +1,21 @@
-"""Worker groups that leave a job and come to it, whenever and in whatever order: every batch counts once, all end."""
+"""Worker groups that leave a job and come to it: what the others do meanwhile.
 
-import itertools
-import random
+Moves that a seed draws are in tests/tools/simulator/test_seeded_runs.py.
+"""
 
 import pytest
-from fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultKind, FaultSchedule
+from fault_schedule import VIEWS, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial, TrialScript
-from seeds import seeds
 from simulation import job
 
 from topotrain.extensions.elastic.membership_messages import GroupLeaveRequest
 
 pytestmark = pytest.mark.simulated
 
-LAYOUTS = {
-    "downpour": (3, 1, 1, {}),
-    "downpour of pairs": (3, 2, 2, {}),
-    "downpour on three shards": (4, 1, 3, {}),
-    "bounded": (3, 1, 2, {"max_staleness": 1}),
-    "in step": (3, 2, 2, {"max_staleness": 0}),
-    "warming up": (3, 1, 2, {"warmup_steps": 3}),
-}
-
 
 def move(verb: str, group: int, at: float, patience: float = 0.5) -> Fault:
     """A group leaves at a moment, is dead from then on ("lose"), or comes; where the servers say that it may."""
     return Fault(group, at=at, away=patience, what=FaultKind(verb))
-
-
-def drawn(name: str, seed: int) -> tuple[Fault, ...]:
-    rng, groups = random.Random(f"{name} {seed} moves"), LAYOUTS[name][0]
-    verbs = ("leave", "leave", "lose", "join", "join")
-    moves = [
-        move(rng.choice(verbs), rng.randrange(1, groups), rng.uniform(0.0, 0.2), rng.choice((0.0, 0.01, 0.5)))
-        for _ in range(rng.randint(2, 7))
-    ]
-    return tuple(sorted(moves, key=lambda each: each.at))
-
-
-def one(name: str, seed: int) -> Trial:
-    rng, (groups, workers, shards, settings) = random.Random(f"{name} {seed}"), LAYOUTS[name]
-    faults = [Fault(0, at=rng.uniform(0.0, 0.15), what=FaultKind.CLOCK)] * (seed % 2)
-    if seed % 3 == 0:
-        faults.append(Fault(rng.randrange(groups), at=rng.uniform(0.0, 0.15), away=rng.choice((0.0, 0.05))))
-    schedule = FaultSchedule("", 18, 1 + seed % 2, "lease", seed % 4 != 0, (*faults, *drawn(name, seed)))
-    absent = (groups - 1,) if seed % 5 == 0 else ()
-    weather = (FAR, STORM, VIEWS, CALM)[seed % 4]
-    return Trial(job(groups, workers, shards, **settings), seed, schedule, weather, absent).run()
-
-
-def test_every_batch_counts_once_whichever_group_leaves_and_comes_when():
-    done = []
-    for name, seed in itertools.product(LAYOUTS, seeds(12)):
-        found = one(name, seed)
-        assert not found.wrong(), f"{name}, seed {seed}: {found.wrong()[:5]}"
-        done += [each.what.value for each in found.moves]
-    assert min(map(done.count, ("leave", "lose", "join"))) >= 1, done
 
 
 def calm(moves, absent=(), groups=3, workers=2, batches=30):

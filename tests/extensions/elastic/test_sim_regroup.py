@@ -1,47 +1,21 @@
-"""Worker groups that die and are started again: every batch counts once, a step on all shards or none, nobody waits."""
+"""Worker groups that die and are started again: no group waits for another one.
 
-import random
+Deaths at moments that a seed draws are in tests/tools/simulator/test_seeded_runs.py.
+"""
 
 import pytest
-from fault_schedule import CALM, FAR, STORM, VIEWS, Fault, FaultSchedule
+from fault_schedule import CALM, FAR, STORM, Fault, FaultSchedule
 from fault_trial import Trial
 from faulty_network import NetworkFaults
+from seeded_runs import LAYOUTS
 from seeds import SOAK, every, seeds
-from simulation import job, trace
+from simulation import trace
 from soak_cases import soaked
 
-from topotrain.config.job import Compression
 from topotrain.core import protocol as m
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest
 
 pytestmark = pytest.mark.simulated
-
-LAYOUTS = {
-    "downpour": (3, 1, 1, {}),
-    "downpour of pairs": (2, 2, 2, {}),
-    "downpour on three shards": (3, 1, 3, {}),
-    "sandblaster": (1, 2, 2, {}),
-    "sandblaster of three": (1, 3, 3, {}),
-    "hogwild": (2, 1, 2, {"nserver_groups": 2}),
-    "hogwild of pairs": (4, 2, 1, {"nserver_groups": 2}),
-    "bounded": (3, 1, 2, {"max_staleness": 1}),
-    "in step": (2, 2, 2, {"max_staleness": 0}),
-    "warming up": (3, 1, 2, {"warmup_steps": 3}),
-    "encoded": (2, 2, 2, {"compression": Compression.kFp16}),
-    # With a bound the servers restart a group by themselves, and do not wait for the launcher.
-    "two with a bound": (1, 2, 2, {"max_staleness": 1}),
-    "three with a bound": (1, 3, 3, {"max_staleness": 1}),
-}
-
-FOUND = {
-    "downpour of pairs": (6,),
-    "downpour on three shards": (7, 39),
-    "hogwild": (11,),
-    "hogwild of pairs": (35,),
-    "two with a bound": (10,),
-    "three with a bound": (22, 34),
-}
-"""Seeds that show a defect which others do not: a mutant of tests/soak/mutants.txt survives without them."""
 
 
 def place(
@@ -49,51 +23,10 @@ def place(
     seed: int,
     weather: NetworkFaults = CALM,
     batches: int = 12,
-    epochs: int = 1,
-    mode: str = "lease",
-    tells: bool = True,
     fates: tuple[Fault, ...] = (),
 ) -> Trial:
-    groups, workers, shards, settings = LAYOUTS[name]
-    schedule = FaultSchedule("", batches, epochs, mode, tells, fates, survive=0.0)
-    return Trial(job(groups, workers, shards, **settings), seed, schedule, weather)  # type: ignore[arg-type]
-
-
-def drawn(name: str, seed: int) -> tuple[Fault, ...]:
-    """One to three deaths at moments drawn by the seed, or of all groups at once."""
-    rng, (groups, workers, _, _) = random.Random(f"{name} {seed}"), LAYOUTS[name]
-    if seed % 8 == 7:
-        at = rng.uniform(0.0, 0.12)
-        return tuple(Fault(group, at=at, away=rng.choice((0.0, 0.05, 3.0))) for group in range(groups))
-    fates = []
-    for number in range(rng.randint(1, 3)):
-        group, away = rng.randrange(groups), rng.choice((0.0, 0.003, 0.05, 3.0))
-        if rng.random() < 0.5:
-            fates.append(Fault(group, at=rng.uniform(0.0, 0.15), away=away))
-        else:
-            fates.append(Fault(group, number, rng.randrange(workers), rng.randint(0, 60), away=away))
-    return tuple(fates)
-
-
-def one(name: str, seed: int) -> Trial:
-    weather = (FAR, STORM, VIEWS, CALM, FAR)[seed % 5]
-    mode = "static" if seed % 4 == 1 else "lease"
-    found = place(name, seed, weather, epochs=1 + seed % 2, mode=mode, tells=seed % 3 != 0, fates=drawn(name, seed))
-    return found.run()
-
-
-LATER = ("sandblaster of three", "bounded", "in step", "warming up")
-
-
-@pytest.mark.parametrize("name", soaked([name for name in LAYOUTS if name not in LATER], LATER))
-def test_every_batch_counts_once_whichever_process_dies_when(name):
-    kills = 0
-    drawn_seeds = seeds(30, *FOUND.get(name, ()))
-    for seed in drawn_seeds:
-        found = one(name, seed)
-        assert not found.wrong(), f"{name}, seed {seed}: {found.wrong()[:5]}"
-        kills += found.kills
-    assert kills >= 0.8 * len(drawn_seeds)
+    schedule = FaultSchedule("", batches, 1, "lease", True, fates, survive=0.0)
+    return Trial(LAYOUTS[name], seed, schedule, weather)
 
 
 def left_alone(name: str, seed: int) -> Trial:

@@ -3,8 +3,8 @@
 import pytest
 from fault_schedule import STORM, Fault, FaultKind, FaultSchedule
 from fault_trial import Trial
-from seeded_runs import LAYOUTS, run_trial, schedule_of
-from seeds import SOAK, every, seeds
+from seeded_runs import LAYOUTS
+from seeds import every, seeds
 
 pytestmark = pytest.mark.simulated
 
@@ -72,13 +72,6 @@ def test_a_connection_of_a_worker_ends_and_only_this_worker_restarts():
     cut = Fault(0, 0, 1, 60, away=0.01, what=FaultKind.CUT, server=1)
     found = death("sandblaster of three", 1, cut)
     assert not found.wrong() and incarnations(found) == [0, 1, 0]
-
-
-@pytest.mark.parametrize("name", GROUPS)
-def test_random_schedules_with_crashes_snapshots_and_groups_that_leave(name):
-    for seed in (1000 + each for each in seeds(12)[: 12 if SOAK else 2]):
-        verdict = run_trial(LAYOUTS[name], name, seed, schedule_of(LAYOUTS[name], name, seed))
-        assert not verdict.wrong, f"{name}, seed {seed}: {verdict.wrong}"
 
 
 # --- scripts that assign parameters -------------------------------------------------------------------------------

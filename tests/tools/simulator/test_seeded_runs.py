@@ -29,7 +29,8 @@ def test_every_seed_counts_every_batch_once():
         came = [fault for fault, at in zip(verdict.schedule.faults, verdict.moments, strict=True) if at is not None]
         happened |= {fault.what for fault in came} | {fault.what.value for fault in came if fault.incarnation == ANY}
     assert kills >= 25 and snapshots and moves
-    assert happened >= {FaultKind.FORK, "kill", "crash"}
+    assert happened >= {*FaultKind} - {FaultKind.LAG}
+    assert happened >= {"kill", "crash"}, "at the messages of the end, too"
     assert verdict == next(run_seeds([verdict.seed])) and verdict.messages > 50
 
 
@@ -74,10 +75,14 @@ SHOWING = [
     ("downpour on three shards", 11618),  # a snapshot leaves out epochs that are over
     # These are wrong without one of the rules in tests/soak/mutants.txt.
     *(("downpour", seed) for seed in (0, 7)),
-    *(("downpour of pairs", seed) for seed in (5, 6)),
-    *(("downpour on three shards", seed) for seed in (0, 14, 50)),
-    *(("hogwild of pairs", seed) for seed in (0, 10, 15, 59)),
-    *(("sandblaster", seed) for seed in (0, 87)),
+    *(("downpour of pairs", seed) for seed in (0, 5, 6, 12, 16, 21)),
+    *(("downpour on three shards", seed) for seed in (0, 5, 6, 14, 50)),
+    *(("encoded", seed) for seed in (7,)),
+    *(("hogwild", seed) for seed in (42,)),
+    *(("hogwild of pairs", seed) for seed in (0, 1, 2, 10, 15, 59)),
+    *(("sandblaster", seed) for seed in (0, 1, 8, 87)),
+    *(("two with a bound", seed) for seed in (60,)),
+    *(("three with a bound", seed) for seed in (53,)),
 ]
 
 
