@@ -40,15 +40,6 @@ def now(harness, number):
     return harness.values(worker())
 
 
-def test_all_shards_make_an_assignment_and_count_no_step():
-    harness = started(**PAIR)
-    change(harness, 4.0)
-    assert len(harness.heard(worker(index=1), m.Applied)) == 2
-    assert now(harness, 2) == 4.0
-    for each in harness.servers.values():
-        assert (each.state.version, each.steps._steps_of[0], each.worker_groups.clocks.clock(0)) == (1, 0, 0)
-
-
 def test_an_assignment_waits_for_all_of_it_on_all_shards():
     harness = started(**PAIR)
     for who in harness.workers:
@@ -71,15 +62,6 @@ def test_an_assignment_of_the_same_place_is_made_once(place):
     assert now(harness, 4) == 7.0
 
 
-def test_only_the_elements_of_the_mask_change():
-    harness = started(nworker_groups=2, server_worker_separate=True)
-    who = worker()
-    assigned(harness, who, 4.0, elements=0b101)
-    harness.commit(who, 0, backwards=0, weight=0.0, fetch=False, revisions=b"\xff", counts=False, hyper=b"")
-    values = harness.servers[server()].model.values(0)
-    assert values[:8].tolist() == [4.0, 0.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
-
-
 def test_workers_at_different_places_fail_with_a_reason():
     harness = started(**PAIR)
     for who in harness.workers:
@@ -88,15 +70,6 @@ def test_workers_at_different_places_fail_with_a_reason():
     (text,) = {failed.text for failed in harness.heard(worker(), m.Fail)}
     assert "workers 0 and 1 of a group are at different places of the script in tt.assign" in text
     assert not harness.heard(worker(), m.Applied)
-
-
-def test_one_worker_that_steps_and_one_that_assigns_fail_with_a_reason():
-    harness = started(**PAIR)
-    assigned(harness, worker(), 4.0)
-    harness.commit(worker(), 0, backwards=0, weight=0.0, fetch=False, revisions=b"\xff", counts=False, hyper=b"")
-    harness.push(worker(index=1), 1.0)
-    texts = {failed.text for failed in harness.heard(worker(index=1), m.Fail)}
-    assert any("worker 0 of the group changes parameters in tt.assign" in text for text in texts)
 
 
 def test_an_assignment_of_a_group_that_dies_is_forgotten():

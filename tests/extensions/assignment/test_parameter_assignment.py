@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from script_job import jobs, loader, mlp, state, unfused
-from torch import nn
+from script_job import jobs, loader, mlp, unfused
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
 from topotrain.extensions.assignment.assignment_client import AssignmentPlace
 from topotrain.extensions.assignment.parameter_assignment import AssignmentExtension
 from topotrain.extensions.assignment.script_place import ScriptPlace
-from topotrain.training import context, finish_job
+from topotrain.training import context
 
 
 @pytest.fixture
@@ -22,29 +21,6 @@ def clamp(model):
     with tt.assign(model), torch.no_grad():
         for p in model.parameters():
             p.clamp_(-0.1, 0.1)
-
-
-def trained(make=unfused):
-    torch.manual_seed(3)
-    model = mlp()
-    model, optimizer, batches = tt.prepare(model, make(model), loader())
-    for _ in tt.epochs(2):
-        clamp(model)
-        for x, y in batches:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            clamp(model)
-    return model
-
-
-def test_a_job_of_one_worker_has_the_bits_of_an_ordinary_process(job, monkeypatch):
-    monkeypatch.setattr(context, "_prepared", False)
-    expected = state(trained())
-    here = job()
-    model = trained()
-    assert all(torch.equal(value, expected[name]) for name, value in state(model).items())
-    here.finish()
 
 
 def test_before_prepare_and_after_the_job_the_parameters_are_the_script_s(job):
@@ -121,13 +97,3 @@ def test_a_fresh_process_knows_what_is_repeated(job):
     place.load_state_dict({"between": {"-1": 2}})
     assert [place.next().repeated for _ in range(3)] == [True, True, False]
     assert place.state_dict() == {"between": {"-1": 3}}
-
-
-def test_the_numbers_are_saved_with_the_state_of_the_worker(job):
-    here = job()
-    model = mlp()
-    tt.prepare(model, unfused(model), loader())
-    context.use()
-    assert isinstance(here.context.kept["tt.assign places"], ScriptPlace)
-    finish_job.finish(here.context)
-    here.close()

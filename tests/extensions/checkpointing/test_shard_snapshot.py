@@ -6,12 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 from faulty_network import NetworkFaults
-from seeds import SOAK, seeds
-from simulation import SMALL, STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same, total
+from simulation import STORM, VIEWS, ScriptedCluster, ScriptedWorker, job, parameters, same
 from snapshot_archive import Archive
 
 from topotrain.config.job import Apply, Grads, Job
-from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.optim.state_table import StateError, from_rows, merge, to_rows
@@ -27,43 +25,33 @@ DOUBLE = parameters(150, 256, 90, dtype="float64")
 
 
 class Played:
-    """A job whose workers make some steps, and whose first worker asks for snapshots before some of them.
-
-    cluster, archive: of the job. pushed: the gradients of each group.
-    """
+    """A job whose workers make some steps, and whose first worker asks for snapshots before some of them."""
 
     def __init__(
         self,
         made: Job,
         seed: int = 1,
         weather: NetworkFaults = VIEWS,
-        steps: Callable[[int], int] = lambda group: 4,
+        steps: int = 4,
         before: Callable[[int, Archive], object] = lambda step, archive: None,
         pause: float = 0.1,
-        schema: tuple[Parameter, ...] = SMALL,
         archive: Callable[[ScriptedCluster], Archive] = Archive,
-        observe: Callable[..., None] | None = None,
     ) -> None:
-        self.cluster = ScriptedCluster(made, seed, weather, schema)
-        self.archive, self.pushed = archive(self.cluster), dict[int, list[list[torch.Tensor]]]()
+        self.cluster = ScriptedCluster(made, seed, weather)
+        self.archive = archive(self.cluster)
         self._steps, self._before, self._pause = steps, before, pause
-        if observe is not None:
-            self.cluster.transport.observers.append(observe)
         self.cluster.play(self._script)
 
     def _script(self, worker: ScriptedWorker) -> None:
-        group, first = worker.me.group, worker.me == self.cluster.workers[0]
-        pushed = self.pushed.setdefault(group, [])
+        first = worker.me == self.cluster.workers[0]
         if first:
             self._before(-1, self.archive)
         worker.open()
-        for step in range(self._steps(group)):
-            gradient = worker.numbers()
-            pushed.append([g.clone() for g in gradient])
+        for step in range(self._steps):
             worker.sleep(0.0, self._pause)
             if first:
                 self._before(step, self.archive)
-            worker.step(gradient)
+            worker.step(worker.numbers())
             worker.sleep(self._pause, self._pause)
         worker.finish()
 
@@ -75,44 +63,14 @@ class Played:
     def taken(self) -> list[tuple[str, int]]:
         return [(each.why, dict(each.facts["steps"])[0]) for each in self.published]
 
-    def check(self) -> int:
-        """Each snapshot has every update that it counts once; return their number."""
-        for published in self.published:
-            steps = dict(published.facts["steps"])
-            assert steps.keys() == self.pushed.keys()
-            done = [g for group, count in steps.items() for g in self.pushed[group][:count]]
-            found = [self.archive.values[published.number][p.name] for p in self.cluster.map.parameters]
-            assert same(found, [-t for t in total(done)]), (published.number, steps)
-            assert published.facts["version"] == sum(steps.values()) >= 1
-        versions = [published.facts["version"] for published in self.published]
-        assert versions == sorted(set(versions))
-        return len(versions)
-
 
 def ask(step: int, archive: Archive) -> None:
     if step >= 0:
         archive.ask()
 
 
-@pytest.mark.parametrize("weather", [STORM, VIEWS], ids=["storm", "views"])
-@pytest.mark.parametrize(
-    ("groups", "server_groups", "shards", "freq"), [(3, 1, 3, 1), (2, 2, 1, 1), (3, 3, 2, 1), (4, 2, 2, 3)]
-)
-def test_all_shards_freeze_behind_the_same_decision(weather, groups, server_groups, shards, freq):
-    """Also where several server groups have one model."""
-    taken, few = 0, seeds(12)[: 12 if SOAK else 2]
-    for seed in few:
-        apart = {"nserver_groups": server_groups, "sync_freq": freq} if server_groups > 1 else {}
-        made = job(groups, 1, shards, **apart)
-        steps = (lambda group: 3 + 3 * group) if server_groups > 1 else (lambda group: 6)
-        found = Played(made, seed, weather, steps, ask, 0.01 if server_groups == 1 else 0.1, DOUBLE)
-        assert not found.archive.dropped
-        taken += found.check()
-    assert taken >= len(few)
-
-
 def test_none_is_taken_before_the_first_step():
-    found = Played(job(shards=2), steps=lambda group: 0, before=lambda step, archive: archive.ask())
+    found = Played(job(shards=2), steps=0, before=lambda step, archive: archive.ask())
     assert not found.archive.values and not found.published
 
 
@@ -121,7 +79,7 @@ def test_a_shard_that_cannot_write_costs_this_snapshot_only():
         archive.fails = 1 if step < 4 else -1
         ask(step, archive)
 
-    archive = Played(job(shards=3), steps=lambda group: 8, before=before).archive
+    archive = Played(job(shards=3), steps=8, before=before).archive
     assert archive.dropped and all("the disk is full" in drop.why for drop in archive.dropped)
     assert archive.published and archive.published[0].number > archive.dropped[-1].number
 
@@ -317,7 +275,7 @@ def test_a_worker_whose_script_has_ended_is_waited_for_no_more():
 @pytest.mark.parametrize(("freq", "after", "steps"), [(3, 0, [3, 6, 9]), (4, 1, [1, 5, 9]), (5, 7, [7])])
 def test_one_behind_each_step_that_is_asked_for(groups, freq, after, steps):
     made = job(groups=groups, workers=2, shards=2, checkpoint_freq=freq, checkpoint_after=after)
-    assert Played(made, 3, STORM, lambda group: 10, pause=1.0).taken == [("step", step) for step in steps]
+    assert Played(made, 3, STORM, 10, pause=1.0).taken == [("step", step) for step in steps]
 
 
 class Slow(Archive):
@@ -344,7 +302,7 @@ def test_asked_for_by_time_and_by_step_each_is_taken_once_the_other_is_over():
         if step in (2, 3):
             archive.ask()
 
-    found = Played(job(shards=2, checkpoint_freq=4), steps=lambda group: 8, before=before)
+    found = Played(job(shards=2, checkpoint_freq=4), steps=8, before=before)
     assert found.taken == [("time", 3), ("time", 4), ("step", 5), ("step", 8)]
 
 
@@ -455,7 +413,7 @@ def test_an_announcement_that_is_sent_again_freezes_no_server_again():
         if step == 0:
             archive.ask()
 
-    found = Played(job(2, 1, 2, nserver_groups=2), before=before, pause=0.3, schema=DOUBLE)
+    found = Played(job(2, 1, 2, nserver_groups=2), before=before, pause=0.3)
     assert heard == [1] and sorted(frozen) == sorted((me, 1) for me in found.cluster.sim_servers)
 
 
@@ -468,7 +426,7 @@ def test_what_one_of_several_groups_cannot_freeze_ends_that_snapshot_and_nothing
         if step in (0, 4):
             archive.ask()
 
-    archive = Played(job(2, 1, 1, nserver_groups=2), steps=lambda group: 6, before=before, schema=DOUBLE).archive
+    archive = Played(job(2, 1, 1, nserver_groups=2), steps=6, before=before).archive
     assert len(archive.published) + len(archive.dropped) == 2
     assert [drop.why for drop in archive.dropped] == ["state of no known form"]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_network import NetworkFaults
 from in_process_job import (
     Result,
     Trainer,
@@ -22,9 +21,6 @@ from in_process_job import (
     vectors,
 )
 from pairwise import pairwise
-from seeds import seeds
-from simulated_downpour import downpour
-from simulation import STORM, VIEWS, ScriptedCluster, job, same
 from torch import nn
 
 from topotrain.config.job import Cluster, Compression, Job
@@ -378,47 +374,3 @@ def test_a_push_sent_twice_is_decoded_once() -> None:
     for ordinal, body, seen in ((1, first, 1.0), (2, second, 2.0), (1, first, 2.0)):
         found = server.push(me, Push(0, ordinal, bucket.id, 1.0, b"\1", body=body), bucket, like)
         assert float(found[0]) == seen
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_follow_through_restarts(kind: str) -> None:
-    """Whenever values travel as they are, both sides go on from there."""
-    _, slice_map, worker, server, below, _ = resident(kind)
-    bucket = slice_map.buckets[0]
-    params = below.view("params", bucket)
-    rng = torch.Generator().manual_seed(1)
-    values = torch.zeros(params.numel())
-    for moment in range(40):
-        values = values + torch.randn(params.numel(), generator=rng)
-        server.show(0, bucket, values, anew=moment % 9 == 4)
-        difference = server.difference(0, bucket)
-        assert (difference is None) == (moment == 0 or moment % 9 == 4)
-        if difference is None:
-            params.copy_(values)
-            worker.restart(bucket)
-        else:
-            worker.values(bucket, difference.clone())
-        shown = server._streams[0, bucket.id].held
-        assert torch.equal(params.view(torch.int32), shown.view(torch.int32))
-    for _ in range(12):  # and arrive, once they stand still
-        server.show(0, bucket, values, anew=False)
-        difference = server.difference(0, bucket)
-        assert difference is not None
-        worker.values(bucket, difference)
-    torch.testing.assert_close(params, values, rtol=1e-5, atol=1e-5)
-
-
-# --- a transport that delays, doubles and reorders --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("groups", "workers", "weather"),
-    [(1, 2, STORM), (2, 1, VIEWS), (2, 2, STORM)],
-)
-def test_every_update_counts_once_in_bad_weather(groups: int, workers: int, weather: NetworkFaults) -> None:
-    """kFp16 holds whole numbers up to 2048, and sums of what is pushed here stay below."""
-    for seed in seeds(6):
-        cluster = ScriptedCluster(job(groups, workers, 2, compression="kFp16"), seed, weather)
-        wanted, final = downpour(cluster)
-        assert same(cluster.values(), wanted), f"seed {seed}: an update was lost or counted twice"
-        assert same(final, wanted), f"seed {seed}: worker 0/0 has other values than the servers"

@@ -285,15 +285,6 @@ def test_slow_workers_push_as_often_with_fewer_steps(quorum: int, fragments: int
     assert bool((trial.cells() == 1).all())
 
 
-def test_by_steps_slow_workers_push_less_often() -> None:
-    trial = IslandTrial(islands(4, 10, quorum=1, pace=Pace.kSteps), 900, speeds=SPEEDS, lease=True).run()
-    for group, speed in enumerate(SPEEDS):
-        found = pushes(trial, group)
-        assert {made for made, _, _ in found} == {10}
-        assert all(abs(gap - 10 * STEP_S / speed) < 0.6 * STEP_S / speed for _, gap, _ in found), (group, found)
-    assert bool((trial.cells() == 1).all())
-
-
 def test_the_fastest_worker_is_the_fastest_that_is_there() -> None:
     """When it dies, the others make more steps again."""
     job = islands(3, 10, quorum=1)

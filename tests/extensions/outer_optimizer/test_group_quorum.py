@@ -1,6 +1,5 @@
-"""Rounds of a quorum: each step counts once in each fragment, and no worker waits for another."""
+"""Which rounds of a quorum are over, what groups weigh in them, and which groups may restart, leave and join."""
 
-import threading
 from dataclasses import replace
 from itertools import permutations
 from types import SimpleNamespace
@@ -8,115 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from in_process_job import Result, run_local
 from island_jobs import job
-from torch import nn
 
 from topotrain.config.job import Cluster, Job, Reduce, Shard
-from topotrain.config.topology import Address, layout
+from topotrain.config.topology import layout
 from topotrain.core.server.ordered_sum import OrderedMean
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal
 from topotrain.extensions.outer_optimizer.outer_rounds import OuterRounds, RoundGradient
 
-GROUPS, STEPS = 3, 17
-
-
-class Cells(nn.Module):
-    """Each step has a cell of its own in each parameter, to which it adds 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ParameterList([nn.Parameter(torch.zeros(GROUPS * STEPS)) for _ in range(4)])
-
-    def forward(self, cell: int) -> torch.Tensor:
-        return -torch.stack([each[cell] for each in self.cells]).sum()
-
-
-def build() -> tuple[Any, ...]:
-    model = Cells()
-    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+GROUPS = 3
 
 
 def exact(**cluster: Any) -> Job:
     return replace(job(GROUPS, outer="mean", **cluster), reduce=Reduce.kSum)
-
-
-class Script:
-    """Steps of each worker. Those in `late` begin when all others have ended.
-
-    alone: a push of any worker makes a round.
-    """
-
-    def __init__(self, late: tuple[int, ...] = (), alone: bool = False) -> None:
-        self.late, self.alone, self.ended = late, alone, threading.Event()
-        self.running = GROUPS - len(late)
-        self.lock = threading.Lock()
-        self.seen: dict[Address, list[torch.Tensor]] = {}
-
-    def __call__(self, t: Any) -> None:
-        if t.me.group in self.late:
-            assert self.ended.wait(20), "the others wait for a worker that makes no step"
-        workers, kept = t.topology.workers_per_group, self.seen.setdefault(t.me, [])
-        for step in range(STEPS):
-            t.optimizer.zero_grad()
-            cell = t.me.group * STEPS + step
-            # Each worker of the group has a sample, and adds its share.
-            t.backward(t.losses(lambda model, _, cell=cell: model(cell) / workers, torch.zeros(workers)))
-            t.optimizer.step()
-            seen = torch.stack(list(t.model.cells.parameters())).detach()
-            assert bool((seen <= 1).all()), "counted twice"
-            assert bool((seen[:, cell] == 1).all()), "a step of this worker is lost here"
-            kept.append(seen)
-        if t.me.group not in self.late and self.alone:
-            # The round of the last push is over without those who are late. Of two workers the first that ends may
-            # have its last push alone.
-            t.worker.client.values.settle()
-        with self.lock:
-            self.running -= 1
-            if not self.running:
-                self.ended.set()
-
-    def check(self, found: Result) -> None:
-        """Each step counts once in each fragment, and the workers of a group take values behind the same step."""
-        assert all(bool((value == 1).all()) for value in found.values.values()), found.values
-        for me, steps in self.seen.items():
-            assert all(map(torch.equal, steps, self.seen[me._replace(index=0)])), me
-
-
-IN_STEP = [(1, 0, 1, 0), (1, 0, 1, 3), (1, 0, 2, 1)]
-ALONE = [(1, 1, 1, 0), (1, 1, 4, 0), (1, 2, 4, 0), (1, 3, 1, 0)]
-PAIRS = [(2, 0, 1, 0), (2, 0, 4, 0), (2, 1, 1, 0), (2, 1, 4, 0), (2, 2, 4, 0), (2, 3, 1, 0)]
-
-
-@pytest.mark.parametrize(("workers", "quorum", "fragments", "overlap"), IN_STEP + ALONE + PAIRS)
-def test_each_step_counts_once_in_each_fragment(workers: int, quorum: int, fragments: int, overlap: int) -> None:
-    made = exact(sync_freq=4, fragments=fragments, quorum=quorum, overlap=overlap, nworkers_per_group=workers)
-    script = Script()
-    script.check(run_local(made, build, script))
-
-
-@pytest.mark.parametrize(("quorum", "late", "fragments"), [(1, (1, 2), 1), (1, (1, 2), 4), (2, (2,), 4), (2, (0,), 1)])
-def test_no_worker_waits_for_one_that_makes_no_step(quorum: int, late: tuple[int, ...], fragments: int) -> None:
-    script = Script(late, quorum == 1)
-    script.check(run_local(exact(sync_freq=4, fragments=fragments, quorum=quorum), build, script))
-
-
-def test_values_that_arrive_late_at_one_worker_are_taken_by_both_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker 1 says for some steps that nothing has arrived."""
-    script, asked = Script(), {0: 0, 1: 0}
-
-    def run(t: Any) -> None:
-        is_over = t.exchange.steps.is_over
-
-        def delayed() -> bool:
-            found = is_over()
-            asked[t.me.index] += 1
-            return found and (t.me.index == 0 or asked[1] % 5 == 0)
-
-        monkeypatch.setattr(t.exchange.steps, "is_over", delayed)
-        script(t)
-
-    script.check(run_local(exact(sync_freq=2, quorum=1, nworkers_per_group=2), build, run))
 
 
 def rounds(quorum: int, live: tuple[int, ...], fragments: dict[int, int]) -> list[list[int]]:

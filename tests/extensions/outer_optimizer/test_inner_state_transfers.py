@@ -131,14 +131,6 @@ def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inner_state_client, "PART", PART)
 
 
-def test_a_group_that_comes_back_gets_the_state_of_the_first_living_one() -> None:
-    wire = Wire()
-    (asking,) = wire.ask(0)
-    wire.assert_has(asking, 1)
-    wire.drain()
-    assert [wire.sources[group].copies for group in range(3)] == [0, 1, 0]
-
-
 def test_one_part_at_a_time_is_on_its_way() -> None:
     wire = Wire()
     wire.ask(2)

@@ -15,7 +15,6 @@ from topotrain.extensions.outer_optimizer.radial.radial_average import (
     block_products,
     direction_factors,
     exact_sum,
-    squared_length,
     write_sum,
 )
 from topotrain.extensions.outer_optimizer.radial.radial_average import inner_product as sum_of_blocks
@@ -160,37 +159,6 @@ def travelled(rows: dict[int, ProductRow]) -> dict[int, ProductRow]:
     """The rows of the shards about one group, from the bytes of the decision."""
     divided = {shard: [7] for shard in rows}
     return unpack_rows(b"".join(rows[shard].pack() for shard in sorted(rows)), len(GROUPS), divided)
-
-
-@given(several(least=3), st.data())
-def test_products_of_the_parts_are_those_of_the_whole(tensors: Tensors, data: st.DataObject) -> None:
-    """Whatever the order in which each shard has heard of the groups."""
-    tensors, size = tensors[:3], tensors[0].numel()
-    ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=3)))
-    parts = [[each[a:b] for each in tensors] for a, b in pairwise([0, *ends, size])]
-    rows: dict[int, dict[int, ProductRow]] = {group: {} for group in GROUPS}
-    for shard, mine in enumerate(parts):
-        staged: dict[int, tuple[int, int]] = {}
-        for group in data.draw(st.permutations(GROUPS)):
-            staged[group] = (group, 10 + group)
-            rows[group][shard] = row(group, mine, staged)
-            # Votes are repeated over a new connection. The coordinator keeps the first or the second one.
-            if data.draw(st.booleans()):
-                again = data.draw(st.sampled_from(sorted(staged)))
-                rows[again][shard] = row(again, mine, staged)
-    members = sorted(data.draw(st.sets(st.sampled_from(GROUPS), min_size=2)))
-    divided = {shard: [7] for shard in range(len(parts))}
-    found = joined_products({group: travelled(rows[group]) for group in members}, GROUPS, divided)[7]
-    for a in members:
-        for b in members:
-            if a <= b:
-                wanted = inner_product(tensors[a], tensors[b])
-                assert found[a, b] == pytest.approx(wanted, rel=1e-12, abs=1e-12 * 12 * 100**2)
-    factors = {group: 0.5 + group for group in members}
-    total = sum(factors[group] * tensors[group].double() for group in members)
-    assert isinstance(total, torch.Tensor)
-    length = float(total @ total)
-    assert squared_length(factors, found) == pytest.approx(length, rel=1e-9, abs=1e-12 * 25 * 12 * 100**2)
 
 
 def test_what_a_vote_says_about_a_group_before_its_restart_is_void() -> None:

@@ -1,4 +1,4 @@
-"""Schedules, fragments and counts of one worker, and its own values under any order of pushes and received values."""
+"""Schedules, fragments and counts of one worker, and what is known of the rounds of a job."""
 
 from itertools import pairwise
 from typing import Any
@@ -7,17 +7,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process_job import cross_entropy, mlp, run_local, vectors
-from island_jobs import OUTER, adamw, building, job, script
+from in_process_job import cross_entropy, run_local, vectors
+from island_jobs import building, job, script
 
-from topotrain.config.job import Cluster, Keep, Weigh
-from topotrain.config.sharding import cut
-from topotrain.core.model.schema import FlatBuffers, PrivateMemory
+from topotrain.config.job import Keep, Weigh
 from topotrain.extensions.outer_optimizer.inner_optimizer import DifferencePath, InnerOptimizer
-from topotrain.extensions.outer_optimizer.local_values import LocalValues, TakeRule
+from topotrain.extensions.outer_optimizer.local_values import TakeRule
 from topotrain.extensions.outer_optimizer.round_history import MOST_LISTED, RoundHistory
 from topotrain.extensions.outer_optimizer.rounds import Learned, RoundSchedule, UntoldSteps, fragments_of
-from topotrain.training.parameters.flat_parameters import ModelBuffers, describe_model
 
 
 @given(sizes=st.lists(st.integers(0, 1000), min_size=1, max_size=60), data=st.data())
@@ -76,98 +73,6 @@ def test_weights() -> None:
 
 
 # --- own values ------------------------------------------------------------------------------------------------------
-
-
-class Values:
-    """The own values of a worker, with whole numbers in place of what it learns."""
-
-    def __init__(self, fragments: int, overlaps: bool, keep: Keep = Keep.kAdd) -> None:
-        self.model = mlp()
-        cluster = Cluster(sync_freq=fragments, fragments=fragments, outer=OUTER["mean"][0])
-        inner = InnerOptimizer(adamw(self.model.parameters()), cluster, self.model.named_parameters())
-        self.parts = describe_model(self.model, (), inner.optimizers)
-        self.map = cut(self.parts.parameters, 2, 1)
-        flats = FlatBuffers(self.map, None, PrivateMemory())
-        self.buffers = ModelBuffers(self.parts, self.map, flats, True)
-        self.buffers.move_model()
-        rule = TakeRule(keep) if overlaps else None
-        self.values = LocalValues(self.parts.tensors, self.buffers, self.map, rule)
-        # Of each parameter: what was learned in all, and what the received values contain of it and of others.
-        self.learned = [0] * len(self.parts.tensors)
-        self.counted = [0] * len(self.parts.tensors)
-        self.others = [0] * len(self.parts.tensors)
-
-    def members(self, fragment: int) -> list[int]:
-        return [i for i, parameter in enumerate(self.parts.parameters) if parameter.optimizer == fragment]
-
-    def learn(self, by: int) -> None:
-        with torch.no_grad():
-            for index, tensor in enumerate(self.parts.tensors):
-                tensor.grad = torch.ones_like(tensor)
-                tensor.add_(by)
-                self.learned[index] += by
-        self.values.learn()
-
-    def push(self, fragment: int) -> None:
-        self.values.push(fragment)
-        for index in self.members(fragment):
-            told = -self.buffers.view("local", index)
-            assert (told == self.learned[index] - self.counted[index]).all(), "pushed once, and whole"
-
-    def receive(self, fragments: list[int], others: int, counts: bool) -> None:
-        for index in (index for fragment in fragments for index in self.members(fragment)):
-            self.others[index] += others
-            if counts:
-                self.counted[index] = self.sent[index]
-            self.buffers.view("params", index).fill_(self.counted[index] + self.others[index])
-
-    def exchange(self, fragment: int, others: int, meanwhile: int) -> None:
-        """Push a fragment, learn more before the new values come, and take them."""
-        self.sent = list(self.learned)
-        self.push(fragment)
-        self.values.before_values()
-        self.values.end_push()
-        if meanwhile:
-            self.learn(meanwhile)
-        self.receive([fragment], others, True)
-        self.values.after_values()
-
-    def fetch(self, others: int) -> None:
-        """Ask for all values between two rounds."""
-        self.values.before_values()
-        self.receive(list(range(1 + max(p.optimizer for p in self.parts.parameters))), others, False)
-        self.values.after_values()
-
-    def check(self) -> None:
-        """Own value = received value + what was learned and the received value does not contain."""
-        for index, tensor in enumerate(self.parts.tensors):
-            received = self.buffers.view("params", index)
-            assert (received == self.counted[index] + self.others[index]).all()
-            assert (tensor.detach() == received + self.learned[index] - self.counted[index]).all()
-
-
-EVENTS = st.one_of(
-    st.tuples(st.just("learn"), st.integers(-4, 4)),
-    st.tuples(st.just("exchange"), st.integers(-4, 4), st.integers(-4, 4)),
-    st.tuples(st.just("fetch"), st.integers(-4, 4)),
-)
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-@given(fragments=st.integers(1, 3), events=st.lists(EVENTS, max_size=20))
-def test_an_own_value_is_the_received_one_and_what_it_does_not_contain(
-    overlaps: bool, fragments: int, events: list[tuple[str, ...]]
-) -> None:
-    worker, rounds = Values(fragments, overlaps), 0
-    for kind, *numbers in events:
-        if kind == "learn":
-            worker.learn(int(numbers[0]))
-        elif kind == "fetch":
-            worker.fetch(int(numbers[0]))
-        else:
-            worker.exchange(rounds % fragments, int(numbers[0]), int(numbers[1]) if overlaps else 0)
-            rounds += 1
-        worker.check()
 
 
 def test_dropped_and_blended_steps() -> None:

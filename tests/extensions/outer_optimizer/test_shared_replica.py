@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from in_process_job import cross_entropy, run_local, vectors
 from island_jobs import Islands, assert_near, assert_same_bits, building, job, script
 
-from topotrain.config.job import Compression
 from topotrain.core.client.client import JobError
 from topotrain.extensions.outer_optimizer.groups.group_reduction import shares_of
 
@@ -170,16 +169,6 @@ def test_scripts_that_differ_are_told_so(sync_freq: int, change: str, words: str
 
     with pytest.raises(JobError, match=words):
         run_local(pairs(1, sync_freq), building(), run)
-
-
-@pytest.mark.parametrize("kind", [Compression.kInt8, Compression.kE3M0])
-def test_compression_is_between_a_group_and_the_servers_only(kind: Compression) -> None:
-    turns, read = {"outer": "mean", "fragments": 2, "overlap": 1}, script(vectors(2 * 24), 2)
-    exactly, short = (
-        run_local(pairs(compression=each, **turns), building(), read) for each in (Compression.kNone, kind)
-    )
-    assert short.distance(exactly) < 0.02
-    assert_same_bits(*of_group(short, 1))
 
 
 # --- shares ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from topotrain.config.job import Apply, Compression, Grads, Pull
 from topotrain.config.sharding import cut
-from topotrain.config.topology import Address, Role
+from topotrain.config.topology import Address
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.extensions.replication.landing_buffers import LandingBuffers
 
@@ -173,34 +173,12 @@ def test_no_reply_leaves_before_the_second_copy_has_its_event(process: int) -> N
 
 # --- the choice --------------------------------------------------------------------------------------------------
 
-WORKER = Address(Role.WORKER, 0, 0)
-
 
 @pytest.fixture
 def flats() -> FlatBuffers:
     from simulation import SMALL
 
     return FlatBuffers(cut(SMALL, 1, 1), 0, PrivateMemory())
-
-
-def test_a_gradient_goes_to_the_buffer_that_is_read_no_more(flats: FlatBuffers) -> None:
-    landing, bucket = LandingBuffers(), flats._map.buckets[0]
-    usual, spare = flats.view("push 0/0", bucket), flats.view("spare 0/0", bucket)
-
-    def chosen() -> Tensor:
-        return landing.choose(WORKER, bucket, usual, flats)
-
-    assert chosen() is usual
-    assert chosen() is usual  # no message to the group in between: it is the same gradient, sent again
-    landing.answered(0, 5)
-    assert chosen() is spare
-    landing.handled(4)
-    landing.answered(0, 9)
-    assert chosen().data_ptr() not in (usual.data_ptr(), spare.data_ptr())
-    landing.handled(5)
-    assert chosen() is usual
-    landing.handled(9)
-    assert chosen() is usual
 
 
 def test_two_buffers_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

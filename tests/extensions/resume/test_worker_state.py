@@ -36,7 +36,6 @@ from topotrain.extensions.resume.state_serialization import UnserializableState,
 from topotrain.extensions.resume.worker_state import WorkerState
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
-from topotrain.training import context
 from topotrain.training.data import batch_ranges
 from topotrain.training.rng_state import stand
 
@@ -329,75 +328,9 @@ def job(tmp_path, monkeypatch):
         next(one, None)
 
 
-class Normed(nn.Sequential):
-    """Statistics that no gradient knows of, and random numbers in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
-
-
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Servers bring back an optimizer's state; here it has none."""
     return torch.optim.SGD(model.parameters(), lr=0.05)
-
-
-def script(steps: int, model: nn.Module | None = None, ask: int = 0) -> tuple[nn.Module, list[float]]:
-    """The usual script; after step `ask` a snapshot of this worker is wanted."""
-    torch.manual_seed(3)
-    made = Normed()
-    if model is not None:
-        made.load_state_dict(
-            {name: value.clone() for name, value in model.state_dict().items() if "running" not in name}, strict=False
-        )
-    optimizer = sgd(made)
-    scheduler = lr_scheduler.StepLR(optimizer, 3, 0.5)
-    average = Average()
-    tt.keep(average=average)
-    made, optimizer, batches = tt.prepare(made, optimizer, loader())
-    losses: list[float] = []
-    for _ in tt.epochs(3):
-        for x, y in batches:
-            if len(losses) == steps:
-                return made, losses
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(made(x), y)
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            average.step()
-            losses.append(float(loss.detach()))
-            if len(losses) == ask:
-                context.current().worker.snapshot = 1
-    tt.report(total=average.total)
-    return made, losses
-
-
-@pytest.mark.parametrize("at", soaked([5], [2, 15]))
-def test_a_script_goes_on_from_its_condition_with_the_bits_of_one_run(job, monkeypatch, at):
-    whole, losses = script(99)
-    here = job(on_failure="kContinue")
-    left: dict[int, bytes] = {}
-    deposit = WorkerStateClient.save
-
-    def noted(self: WorkerStateClient, number: int, data: torch.Tensor) -> None:
-        left[number] = data.numpy().tobytes()
-        deposit(self, number, data)
-
-    monkeypatch.setattr(WorkerStateClient, "save", noted)
-    model, first = script(at, ask=at)
-    if at == 15:
-        here.finish()
-    here.close()
-    assert first == losses[:at]
-    epochs, rest = divmod(at, 5)
-    past = Past({(0, 0): left[1]}, {epochs: ((0, rest),) if rest else ()})
-    here = job(past, on_failure="kContinue")
-    model, later = script(99, model)
-    here.finish()
-    assert later == losses[at:]
-    assert all(torch.equal(value, model.state_dict()[name]) for name, value in whole.state_dict().items())
-    assert here.heard(events.Metrics)[0].values == {"total": 15}
-    assert here.heard(events.Finished)[0].steps == 15
 
 
 @pytest.mark.parametrize(
@@ -413,7 +346,11 @@ def test_a_snapshot_waits_for_workers_that_have_begun_a_pass_whatever_follows_a_
     left: list[int] = []
     monkeypatch.setattr(WorkerStateClient, "save", lambda _, number, data: left.append(number))
     here = job(**fields)
-    script(1)
+    model, optimizer, batches = tt.prepare(made := mlp(), sgd(made), loader())
+    for _ in tt.epochs(1):
+        x, y = next(iter(batches))
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
     here.close()
     assert (EPOCH in left) == leaves
 

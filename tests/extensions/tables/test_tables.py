@@ -198,21 +198,6 @@ def test_sparse_rules_have_torchs_bits(name: str) -> None:
         assert torch.equal(rows.gather(rows.slots(np.arange(40, dtype=np.int64))), after), width
 
 
-@pytest.mark.parametrize(
-    ("cls", "more", "words"),
-    [
-        (torch.optim.Adam, {}, "Adam.*SGD, Adagrad, SparseAdam"),
-        (torch.optim.SGD, {"momentum": 0.9, "lr": 1.0}, "momentum = 0.9.*must be 0"),
-        (torch.optim.Adagrad, {"weight_decay": 0.1}, "weight_decay = 0.1.*must be 0"),
-    ],
-)
-def test_optimizers_that_sparse_tables_refuse(cls: Any, more: dict[str, Any], words: str) -> None:
-    cluster = ScriptedCluster(job())
-    client = TableClient(cluster.clients[cluster.workers[0]], cluster.topology, cluster.job)
-    with pytest.raises(ConfigError, match=words):
-        client.open(TableSpec("t", -1, 4, mode="async", optimizer=rule(cls, **more)))
-
-
 # --- async -----------------------------------------------------------------------------------------------------------
 
 

@@ -138,7 +138,8 @@ def test_a_table_comes_back_from_its_files(tmp_path, monkeypatch):
     [
         ({"optimizer": "sgd"}, ["str", "tt.kvstore.SGD"]),
         ({"optimizer": tt.kvstore.Adam()}, ["Adam", "SparseAdam"]),
-        ({"optimizer": tt.kvstore.SGD(lr=1.0, momentum=0.9)}, ["momentum", "0.9"]),
+        ({"optimizer": tt.kvstore.SGD(lr=1.0, momentum=0.9)}, ["momentum", "0.9", "must be 0"]),
+        ({"optimizer": tt.kvstore.Adagrad(weight_decay=0.1)}, ["weight_decay", "0.1"]),
         ({"init": "normal(1)"}, ["normal(1)", "uniform LO HI"]),
         ({"dtype": torch.float16}, ["float16", "float32"]),
         ({"name": "a/b"}, ["a/b", "folder"]),
