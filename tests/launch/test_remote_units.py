@@ -10,12 +10,7 @@ from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import layout
 from topotrain.core.events import Event, Failed, Lost, Started
 from topotrain.launch.multinode.attempts import Attempts
-from topotrain.launch.multinode.control_connection import (
-    LeaderChanged,
-    LeaderElected,
-    News,
-    UnitMessage,
-)
+from topotrain.launch.multinode.control_connection import LeaderChanged, LeaderElected, News, UnitMessage
 from topotrain.launch.multinode.election.succession import EventReporter, Succession
 from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo

@@ -20,7 +20,7 @@ from typing import Any
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, OnFailure
 from topotrain.config.topology import layout
-from topotrain.core.events import Connects, Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
+from topotrain.core.events import Event, Failed, Finished, Notice, Saved, Serving, StepDone, Unsaved, to_json
 from topotrain.launch import JobOutcome
 from topotrain.launch.agent.children import EntryPoints
 from topotrain.launch.local import LocalLauncher
@@ -48,6 +48,7 @@ def play(spec, channel, fds):
     control.start(termination, SnapshotAnswer())
     if "job" in spec:
         termination.take_over(job_file.loads(spec["job"], "the job"))
+    spec["saved"] = Path(spec["job_dir"], "saved").exists()  # before anyone can ask this life of the job for a snapshot
     control.emit(Serving(spec["who"], (f"test://{os.getpid()}",), os.getpid()))
     return part(parts.get(spec["who"], "finish"))(spec, control, fds)
 
@@ -76,21 +77,6 @@ def exit_3(spec, control, fds):
 
 def killed(spec, control, fds):
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def exits_0(spec, control, fds):
-    """Ends itself behind everybody's back."""
-    os._exit(0)
-
-
-def exits_0_once(spec, control, fds):
-    control.emit(Connects(spec["who"]))
-    return 0 if spec["incarnation"] else exits_0(spec, control, fds)
-
-
-def crashes(spec, control, fds):
-    """Ends by a fault of its own code."""
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def execs(spec, control, fds):
@@ -205,11 +191,6 @@ def until_over(spec, control, fds):
     return 0
 
 
-def second(spec, control, fds):
-    """Only its second incarnation comes to an end."""
-    return last(spec, control, fds) if spec["incarnation"] else stay(spec, control, fds)
-
-
 def once(spec, control, fds):
     """Only its first incarnation is killed."""
     return 0 if spec["incarnation"] else killed(spec, control, fds)
@@ -262,7 +243,7 @@ def life(spec, control, fds):
 
 def stay_once(spec, control, fds):
     """Stays until the life of the job that follows a snapshot; there it makes a step."""
-    if not Path(spec["job_dir"], "saved").exists():
+    if not spec["saved"]:
         return stay(spec, control, fds)
     control.emit(StepDone(spec["who"], 1.0, 71, 8, None, 0.0, 0, 0, 0))
     return 0

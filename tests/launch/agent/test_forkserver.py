@@ -10,7 +10,6 @@ import sys
 import uuid
 
 import pytest
-from soak_cases import soaked
 
 from tests.support.launch_targets import MARK, PLAY, marked, wait_for
 from topotrain.core.events import Failed, Notice, from_json
@@ -207,17 +206,13 @@ def test_only_this_user_reaches_the_socket(host, monkeypatch):
     assert stat.S_IMODE(folder.st_mode) == 0o700 and folder.st_uid == os.getuid()
 
 
-@pytest.mark.parametrize("how", soaked(["SIGKILL"], ["end of stdin"]))
-def test_nobody_outlives_the_forkserver(tmp_path, how):
+def test_nobody_outlives_the_forkserver(tmp_path):
     host = Host(tmp_path)
     host.spawn("deaf")
     assert host.heard(Notice).text == "deaf"
     host.running.process.send_signal(signal.SIGTERM)  # whoever signals everybody does not mean it
     assert host.exit(host.spawn("finish", "worker 0/1")) == 0
-    if how == "end of stdin":
-        host.running.process.stdin.close()
-    else:
-        host.running.process.send_signal(getattr(signal, how))
+    host.running.process.send_signal(signal.SIGKILL)
     assert host.client.receive() is None or host.client.receive() is None
     host.running.process.wait(5)
     wait_for(lambda: marked(host.mark) == [], 5)
@@ -228,13 +223,12 @@ def test_with_torch_loaded_children_may_have_children_and_compute_with_as_many_t
     """Without a number: with one."""
     host = Host(tmp_path, preload=("torch",))
     assert host.exit(host.spawn("torch world")) == 0, (tmp_path / "err").read_text()
-    for number, (said, found) in enumerate(soaked([("2,1", "[2, 2] 2,1"), (None, "[1, 1] 1")], [("3", "[3, 3] 3")])):
+    for number, (said, found) in enumerate((("2,1", "[2, 2] 2,1"), (None, "[1, 1] 1"))):
         host.environ.pop("OMP_NUM_THREADS", None)  # conftest sets it
         given = {} if said is None else {"OMP_NUM_THREADS": said}
         who = f"worker 0/{number}"
         assert host.exit(host.spawn("threads", who, **given)) == 0, (tmp_path / "err").read_text()
         assert host.heard(Notice, who).text == found
-    for wrong in soaked(["many"], ["", "0", "-2"]):
-        assert host.exit(host.spawn("threads", OMP_NUM_THREADS=wrong)) == 2
-        assert f"OMP_NUM_THREADS = {wrong!r}: must be a whole number from 1" in host.heard(Failed).text
+    assert host.exit(host.spawn("threads", OMP_NUM_THREADS="many")) == 2
+    assert "OMP_NUM_THREADS = 'many': must be a whole number from 1" in host.heard(Failed).text
     host.close()

@@ -12,14 +12,13 @@ import uuid
 from pathlib import Path
 
 import pytest
-from soak_cases import soaked
 
 from tests.support.launch_targets import CALLS, MARK, marked, parts, small_job, wait_for
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Exited, Failed, Notice, Output, Serving, Started, from_json
 from topotrain.launch import UnitPlace, arguments, choose_cause
 from topotrain.launch.agent import orphans, supervisor, workspace
-from topotrain.launch.agent.children import Child, members
+from topotrain.launch.agent.children import Child
 from topotrain.launch.agent.pipes import LineReader
 from topotrain.launch.agent.unit_process import UnitProcess, UnitProcesses
 from topotrain.launch.log_lines import without_stamps
@@ -100,29 +99,20 @@ def test_only_the_main_worker_is_shown_and_all_have_logs(unit, tmp_path):
     assert (tmp_path / "logs" / "servers-unit-0.log").read_text() == ""
 
 
-@pytest.mark.parametrize(
-    ("part", "kind", "end", "tail"),
-    [
-        ("exit 3", "program", f"ended with exit code 3{supervisor._HOPELESS}", "last words\n"),
-    ],
-)
-def test_a_death_without_an_explanation_is_a_failure(unit, part, kind, end, tail):
-    one = unit(parts(worker_0_0=part))
+def test_a_death_without_an_explanation_is_a_failure(unit):
+    end = f"ended with exit code 3{supervisor._HOPELESS}"
+    one = unit(parts(worker_0_0="exit 3"))
     assert one.rest() == 1
     (failed,) = one.of(Failed)
     pid = next(event.pid for event in one.of(Started) if event.who == "worker 0/0")
-    assert failed == Failed("worker 0/0", kind, f"worker 0/0 (pid {pid}) {end}", tail)
+    assert failed == Failed("worker 0/0", "program", f"worker 0/0 (pid {pid}) {end}", "last words\n")
 
 
-@pytest.mark.parametrize("how", soaked(["command"], ["SIGINT", "SIGTERM"]))
-def test_asked_to_stop_it_ends_the_deaf_too(unit, how):
+def test_asked_to_stop_it_ends_the_deaf_too(unit):
     one = unit(parts(worker_0_0="deaf", server_0_0="stay"))
     one.until(Notice, text="deaf")
-    if how == "command":
-        one.process.stdin.write(b'{"command": "stop"}\n')
-        one.process.stdin.flush()
-    else:
-        one.process.send_signal(getattr(signal, how))
+    one.process.stdin.write(b'{"command": "stop"}\n')
+    one.process.stdin.flush()
     assert one.rest() == 1
     assert {(event.who, event.code) for event in one.of(Exited)} == {("worker 0/0", -9), ("server 0/0", -15)}
     assert one.of(Failed) == []
@@ -165,23 +155,14 @@ def test_signaled_alone_it_ends_when_no_order_comes(unit, whom):
         assert [event.kind for event in one.of(Failed)] == ["died"]
 
 
-@pytest.mark.parametrize("how", soaked(["the forkserver dies"], ["the launcher dies", "the unit dies"]))
-def test_nobody_outlives_the_others(unit, how):
+def test_nothing_outlives_the_forkserver(unit):
     one = unit(parts(worker_0_0="group", server_0_0="deaf"))
     one.until(Notice, text="brood")
-    if how == "the launcher dies":
-        one.process.stdin.close()
-        one.process.stdout.close()
-        assert one.rest() == 1
-    elif how == "the unit dies":
-        one.process.kill()
-        assert one.rest() == -9
-    else:
-        stats = [Path(f"/proc/{event.pid}/stat").read_text() for event in one.of(Started)]
-        (parent,) = {int(stat.rsplit(")", 1)[1].split()[1]) for stat in stats}
-        os.kill(parent, signal.SIGKILL)
-        assert one.rest() == 1
-        assert [event.kind for event in one.of(Failed)] == ["died"]
+    stats = [Path(f"/proc/{event.pid}/stat").read_text() for event in one.of(Started)]
+    (parent,) = {int(stat.rsplit(")", 1)[1].split()[1]) for stat in stats}
+    os.kill(parent, signal.SIGKILL)
+    assert one.rest() == 1
+    assert [event.kind for event in one.of(Failed)] == ["died"]
 
 
 def test_a_unit_that_reads_nothing_does_not_stop_its_launcher(tmp_path):
@@ -235,16 +216,6 @@ def test_workers_that_share_values_get_one_memfd(unit):
         parts(worker_0_0="share", worker_1_0="share"), nworker_groups=2, nworkers_per_group=1, nworkers_per_procs=2
     )
     assert one.rest() == 0, one.of(Failed)
-
-
-def test_members_of_a_unit(tmp_path):
-    topology = layout(small_job(tmp_path, nworker_groups=2, nworkers_per_procs=4).cluster)
-    found = list(members(topology, 0))
-    assert found[0][0] == (Address(Role.SERVER, 0, 0),)
-    memories = {fds for _, fds in found[1:]}
-    assert len(memories) == len(topology.sharing(0)) == 1
-    for memory in memories.pop():
-        os.close(memory)
 
 
 def test_a_unit_that_is_told_nonsense_refuses(unit, tmp_path):

@@ -1,21 +1,14 @@
 """What Kubernetes is told: checked against the published models, and each pod against what a unit has to know."""
 
 import json
-import os
 import stat
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from free_ports import free_port
-from job_runner import PROGRAMS
-from safetensors.torch import load_file
-from soak_cases import soak_only
 
 from topotrain.comm.store import StoreError
 from topotrain.config import job_file
@@ -103,17 +96,12 @@ def test_a_trainjob_refers_to_the_runtime_beside_it() -> None:
     assert {document["metadata"]["namespace"] for document in found.values()} == {"team"}
 
 
-def test_a_password_in_the_job_file_goes_into_the_secret() -> None:
-    job = job_file.loads('program: "t.py" rendezvous: "redis://me:hush@store/0" cluster { workspace: "w" }')
+def test_the_job_file_travels_whole_but_for_a_password() -> None:
+    job = job_file.loads('program: "t.py" args: "--lr=0.1" rendezvous: "redis://me:hush@store/0"')
     text = launch("kubernetes", job, layout(job.cluster), LaunchOptions(image="x"), {}, False).text
-    assert "hush" not in text
-    assert "--from-literal=rendezvous=" in text
-
-
-def test_the_job_file_travels_whole() -> None:
-    text = documents(ask(APART).text)["ConfigMap"]["data"]["job.conf"]
-    assert job_file.loads(text).program == "/app/train.py"
-    assert job_file.loads(text).args == ("--lr=0.1",)
+    assert "hush" not in text and "--from-literal=rendezvous=" in text
+    found = job_file.loads(documents(text)["ConfigMap"]["data"]["job.conf"])
+    assert (found.program, found.args) == ("t.py", ("--lr=0.1",))
 
 
 def test_who_starts_again() -> None:
@@ -130,8 +118,9 @@ def test_who_starts_again() -> None:
 
 
 def test_what_a_pod_gets() -> None:
-    first, second = (container_of(job) for job in jobs_of(documents(ask(APART, extra=EVERYTHING).text)))
-    assert first["command"] == ["/venv/bin/python", "-m", "topotrain", "unit", "/etc/topotrain/job.conf"]
+    words = ("--log", "jsonl")
+    first, second = (container_of(each) for each in jobs_of(documents(ask(extra=EVERYTHING, unit_words=words).text)))
+    assert first["command"] == ["/venv/bin/python", "-m", "topotrain", "unit", *words, "/etc/topotrain/job.conf"]
     assert first["resources"] == {
         "requests": {"cpu": "2", "memory": "8Gi"},
         "limits": {"cpu": "2", "memory": "8Gi", "nvidia.com/gpu": "1"},
@@ -183,11 +172,11 @@ def test_shared_memory_has_a_size_that_the_limit_includes(
 
 
 def test_only_a_jobset_is_deleted_by_its_age() -> None:
-    assert documents(ask(APART, format="jobset").text)["JobSet"]["spec"]["ttlSecondsAfterFinished"] == 7 * 24 * 3600
-    found = documents(ask(APART, format="jobset", extra=("ttl=60",)).text)
-    assert found["JobSet"]["spec"]["ttlSecondsAfterFinished"] == 60
+    for extra, seconds in (((), 7 * 24 * 3600), (("ttl=60",), 60)):
+        found = documents(ask(format="jobset", extra=extra).text)
+        assert found["JobSet"]["spec"]["ttlSecondsAfterFinished"] == seconds
     # the controller of a TrainJob would make its JobSet again (kubeflow/trainer, issue 3779)
-    assert "ttlSecondsAfterFinished" not in ask(APART, format="trainjob").text
+    assert "ttlSecondsAfterFinished" not in ask(format="trainjob").text
 
 
 def test_no_secret_is_written_unless_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,12 +226,9 @@ def test_bad_input(options: dict[str, Any], words: list[str]) -> None:
         assert word in str(refused.value)
 
 
-def test_a_rendezvous_that_is_none() -> None:
+def test_without_a_rendezvous_or_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match="unknown kind 'reddis'"):
         ask(rendezvous="reddis://store")
-
-
-def test_without_pyyaml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ConfigError, match=r"pip install 'topotrain\[yaml\]'"):
         ask()
@@ -286,39 +272,3 @@ def test_the_container_file_runs_as_the_user_of_the_manifests() -> None:
     path = next(words for name, words in instructions if name == "ENV")
     assert path.startswith("PATH=/opt/venv/bin:")
     assert ("COPY", "--from=build /opt/venv /opt/venv") in instructions
-
-
-@soak_only
-@pytest.mark.journey
-def test_the_pods_train_when_a_test_plays_the_cluster(tmp_path: Path, served_at: str) -> None:
-    """The command and the variables of each pod, on this machine; what the cluster puts in is put in here."""
-    conf = f'name: "j1" cluster {{ {APART} workspace: "out" }}\n'
-    (tmp_path / "job.conf").write_text(conf)
-    command = [
-        sys.executable,
-        "-m",
-        "topotrain",
-        "launch",
-        "kubernetes",
-        "--image=here",
-        f"--pass=python={sys.executable}",
-    ]
-    command += ["--id=j1", f"--rendezvous=tcp://127.0.0.1:{free_port()}", "job.conf", str(PROGRAMS / "small.py")]
-    found = documents(subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout)
-    (tmp_path / "mounted.conf").write_text(found["ConfigMap"]["data"]["job.conf"])
-    elsewhere = {"TOPOTRAIN_TOKEN": SECRET, "TOPOTRAIN_HOST": "127.0.0.1"}
-    pods = []
-    for job in jobs_of(found):
-        one = container_of(job)
-        words = [word.replace("/etc/topotrain/job.conf", "mounted.conf") for word in one["command"]]
-        told = {v["name"]: v["value"] if "value" in v else elsewhere[v["name"]] for v in one["env"]}
-        for index in range(job["template"]["spec"]["completions"]):
-            environ = {**os.environ, **told, "JOB_COMPLETION_INDEX": str(index), "TOPOTRAIN_FORKSERVER": served_at}
-            pods.append(subprocess.Popen(words, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL))
-    assert [pod.wait(90) for pod in pods] == [0] * 4
-    assert all(torch.isfinite(value.float()).all() for value in load_file(tmp_path / "out/final.safetensors").values())
-
-
-def test_each_pod_gets_the_words_for_units() -> None:
-    for job in jobs_of(documents(ask(unit_words=("--log", "jsonl")).text)):
-        assert container_of(job)["command"][3:6] == ["unit", "--log", "jsonl"]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,21 +38,16 @@ def ask(name: str, folder: Path, cluster: str = THREE, dry_run: bool = True, **o
 
 @pytest.mark.parametrize("name", OURS)
 def test_a_dry_run_shows_every_unit_and_no_secret_and_writes_nothing(name: str, tmp_path: Path) -> None:
-    text = ask(name, tmp_path / "w", id="j1", rendezvous="redis://me:hush@store/0")
+    words = ("--log", "jsonl", "--metrics", "9400")
+    text = ask(name, tmp_path / "w", id="j1", rendezvous="redis://me:hush@store/0", unit_words=words)
     assert "hush" not in text
     assert SECRET not in text
     folder = tmp_path / "w" / "launch" / "j1"
     unit = "topotrain.launch.launchers.torchrun" if name == "torchrun" else "topotrain unit"
-    assert f"-m {unit} {folder}/job.conf" in text
+    assert f"-m {unit} --log jsonl --metrics 9400 {folder}/job.conf" in text
     assert "TOPOTRAIN_RENDEZVOUS=redis://me:***@store/0?job=j1" in text
     assert f"TOPOTRAIN_TOKEN_FILE={folder}/token" in text
     assert not (tmp_path / "w").exists()
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_each_unit_gets_the_words_for_units(name: str, tmp_path: Path) -> None:
-    text = ask(name, tmp_path / "w", id="j1", unit_words=("--log", "jsonl", "--metrics", "9400"))
-    assert f" --log jsonl --metrics 9400 {tmp_path}/w/launch/j1/job.conf" in text
 
 
 @pytest.mark.parametrize(
@@ -59,16 +55,7 @@ def test_each_unit_gets_the_words_for_units(name: str, tmp_path: Path) -> None:
     [
         ("torchrun", ["--nnodes=1 --nproc-per-node=3 --standalone --no-python"]),
         ("srun", ["srun --ntasks=3 --cpus-per-task=1", "--kill-on-bad-exit=1", "--export=ALL", "'--job-name=My job'"]),
-        (
-            "slurm",
-            [
-                "#!/bin/sh\n",
-                "#SBATCH --ntasks=3\n",
-                '#SBATCH "--job-name=My job"\n',
-                "\nexec srun --ntasks=3",
-                "bad-exit",
-            ],
-        ),
+        ("slurm", ["#!/bin/sh\n", "#SBATCH --ntasks=3\n", '#SBATCH "--job-name=My job"\n', "\nexec srun --ntasks=3"]),
         ("mpirun", ["mpirun -np 3 --bind-to none", "-x TOPOTRAIN_RENDEZVOUS -x TOPOTRAIN_TOKEN_FILE"]),
         ("submitit", ["nodes = 1", "tasks_per_node = 3", "--kill-on-bad-exit=1"]),
     ],
@@ -91,29 +78,14 @@ def test_what_would_be_submitted(name: str, words: list[str], tmp_path: Path) ->
     ],
 )
 def test_torch_is_loaded_for_the_units_of_this_host_while_the_tool_starts(
-    name: str,
-    variables: dict[str, str],
-    options: dict[str, Any],
-    libraries: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, variables: Any, options: Any, libraries: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[Any] = []
-
-    class Share:
-        def leave(self) -> None:
-            calls.append("left")
-
-    def join(scope: str, environ: dict[str, str]) -> Share:
-        calls.append((scope, environ))
-        return Share()
-
-    def run(words: list[str], submission: Any) -> LaunchResult:
-        calls.append(words[0])
-        return LaunchResult(0)
-
-    monkeypatch.setattr(shared_forkserver, "join", join)
-    monkeypatch.setattr(foreground_tool, "in_front", run)
+    share = SimpleNamespace(leave=lambda: calls.append("left"))
+    monkeypatch.setattr(shared_forkserver, "join", lambda *given: calls.append(given) or share)
+    monkeypatch.setattr(
+        foreground_tool, "in_front", lambda words, submission: calls.append(words[0]) or LaunchResult(0)
+    )
     monkeypatch.setattr(foreground_tool, "find", lambda program, install: "/opt/mpi/bin/mpirun")
     monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
     for variable in ("SLURM_JOB_ID", "TOPOTRAIN_FORKSERVER"):
@@ -217,7 +189,10 @@ def test_one_bundle_of_ray_per_unit(tmp_path: Path) -> None:
     assert "strategy='PACK'" in ask("ray", tmp_path, copies, extra=("strategy=PACK",))
 
 
-def test_every_attempt_under_ray_has_a_name_of_its_own(tmp_path: Path) -> None:
+def test_every_attempt_has_a_name_of_its_own(tmp_path: Path) -> None:
+    environ = {"TOPOTRAIN_RENDEZVOUS": "redis://h/0?job=a", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert torchrun.rendezvous(environ) == "redis://h/0?job=a"
+    assert torchrun.rendezvous({**environ, "TORCHELASTIC_RESTART_COUNT": "2"}) == "redis://h/0?job=a.life-2"
     job = job_file.loads(f'name: "a" program: "t.py" cluster {{ workspace: "{tmp_path}" }}')
     first = submission(job, layout(job.cluster), LaunchOptions(id="x", rendezvous="redis://h/0"), {})
     assert ray.for_attempt(first, 0) is first
@@ -233,11 +208,15 @@ def test_ray_that_is_not_installed_says_what_to_install(tmp_path: Path, monkeypa
     assert not (tmp_path / "w").exists()
 
 
-class OneNode:
-    """In place of the package: a cluster whose nodes have these CPUs. It starts nobody."""
+class Placed(Exception):
+    """Ray was asked for a placement group."""
+
+
+class Nodes:
+    """In place of the package: a cluster whose nodes have these CPUs, which tells the strategy that it is asked for."""
 
     def __init__(self, *cpus: float) -> None:
-        self.cpus = cpus
+        self.cpus, self.util = cpus, self
 
     def init(self, **given: object) -> None: ...
 
@@ -247,6 +226,9 @@ class OneNode:
         gone = {"Alive": False, "Resources": {"CPU": 64.0}}
         return [gone, *({"Alive": True, "Resources": {"CPU": cpus, "memory": 1e9}} for cpus in self.cpus)]
 
+    def placement_group(self, bundles: object, strategy: str) -> None:
+        raise Placed(strategy)
+
 
 @pytest.mark.parametrize(
     ("cpus", "extra", "words"),
@@ -254,7 +236,7 @@ class OneNode:
         (
             (4,),
             ("strategy=STRICT_SPREAD",),
-            ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass=strategy=SPREAD has"],
+            ["STRICT_SPREAD", "the 2 units (2 CPU for", "the nodes (4 CPU), but --pass"],
         ),
         ((4, 1), (), ["STRICT_SPREAD", "the nodes (4 CPU; 1 CPU), but --pass=strategy=SPREAD has"]),
         ((2, 1), ("cpus=2",), ["--pass=strategy=SPREAD --pass=cpus=1 has", "room=SECONDS"]),
@@ -267,26 +249,11 @@ class OneNode:
 def test_room_that_cannot_come_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: tuple[float, ...], extra: tuple[str, ...], words: list[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", OneNode(*cpus))
+    monkeypatch.setitem(sys.modules, "ray", Nodes(*cpus))
     with pytest.raises(ConfigError) as caught:
         ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
     assert [word for word in words if word not in str(caught.value)] == [], caught.value
     assert not (tmp_path / "w").exists()
-
-
-class Placed(Exception):
-    """Ray was asked for a placement group."""
-
-
-class Placing(OneNode):
-    """A cluster that tells which strategy it is asked for."""
-
-    @property
-    def util(self) -> "Placing":
-        return self
-
-    def placement_group(self, bundles: object, strategy: str) -> None:
-        raise Placed(strategy)
 
 
 @pytest.mark.parametrize(
@@ -299,14 +266,9 @@ class Placing(OneNode):
     ],
 )
 def test_copies_share_a_node_only_where_there_is_one(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    cpus: tuple[float, ...],
-    extra: tuple[str, ...],
-    strategy: str,
+    tmp_path: Path, monkeypatch: Any, capsys: Any, cpus: tuple[float, ...], extra: tuple[str, ...], strategy: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "ray", Placing(*cpus))
+    monkeypatch.setitem(sys.modules, "ray", Nodes(*cpus))
     with pytest.raises(Placed, match=f"^{strategy}$"):
         ask("ray", tmp_path / "w", "nworker_groups: 2 nserver_groups: 2", extra=extra, dry_run=False)
     assert ("one node, so the copies of each shard share it" in capsys.readouterr().err) is (strategy == "SPREAD")
@@ -372,9 +334,7 @@ def test_bad_input(name: str, options: dict[str, Any], words: list[str], tmp_pat
 
 
 @pytest.mark.parametrize(("name", "program"), [("slurm", "sbatch"), ("srun", "srun"), ("mpirun", "mpirun")])
-def test_a_missing_tool_says_what_to_install(
-    name: str, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tool_says_what_to_install(name: str, program: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=rf"{program}.*not on PATH.*Debian") as refused:
         ask(name, tmp_path / "w", dry_run=False)
@@ -385,12 +345,6 @@ def test_a_missing_tool_says_what_to_install(
 def test_a_job_that_is_in_the_rendezvous_keeps_its_name(tmp_path: Path) -> None:
     assert "/launch/night-7/job.conf" in ask("srun", tmp_path, rendezvous="redis://h/0?job=night-7")
     assert "=rediss://h/0?ca=x&job=n8\n" in ask("srun", tmp_path, rendezvous="rediss://h/0?ca=x", id="n8")
-
-
-def test_every_attempt_under_torchrun_has_a_name_of_its_own() -> None:
-    environ = {"TOPOTRAIN_RENDEZVOUS": "redis://h/0?job=a", "TORCHELASTIC_RESTART_COUNT": "0"}
-    assert torchrun.rendezvous(environ) == "redis://h/0?job=a"
-    assert torchrun.rendezvous({**environ, "TORCHELASTIC_RESTART_COUNT": "2"}) == "redis://h/0?job=a.life-2"
 
 
 def test_passwords_are_not_shown() -> None:
@@ -439,12 +393,7 @@ def test_a_token_file_of_the_users_own_is_only_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_state_of_a_slurm_job(
-    said: str,
-    state: str,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    said: str, state: str, code: int, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     asked = tmp_path / "scontrol"
     asked.write_text(f"#!/bin/sh\necho '{said}'\n")
@@ -490,7 +439,6 @@ def test_a_signal_ends_the_tool_after_the_units_have_saved(
     registry = Registry(open_store(at.rendezvous.partition("?")[0]))
     if registered:
         registry.add(JobRecord("j1", "job"))
-    stop = next(iter((tmp_path / "w").rglob("store"))) / "jobs" / "j1" / "stop"
     # As units do: they end by themselves when they are asked to in the store.
     stop = at.folder / "store" / "jobs+j1+stop"
     asked = f"[ -e {stop} ] && echo asked > {tell} && exit 143"

@@ -1,18 +1,18 @@
 """The connections of units to unit 0: messages once and in order, loss, strangers, and what is decided over them."""
 
 import json
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from folder_wipe import block
 from reports import TextList
+from unit_memberships import RUN, SECRET, host_map, introduced, membership
 
 from topotrain.comm.store import Store, StoreError, maintained_values, open_store, within
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.transport import Refused
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job
@@ -37,8 +37,8 @@ from topotrain.launch.multinode.control_connection import (
 )
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.election.succession import Takeover
-from topotrain.launch.multinode.node_info import HostMap, NodeInfo, NodeVerifier
-from topotrain.launch.multinode.node_membership import LeaderMembership, StoreKeys, UnitContext
+from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_membership import LeaderMembership
 from topotrain.launch.multinode.reliable_messages import Words
 from topotrain.launch.multinode.restart_barrier import (
     Begin,
@@ -54,8 +54,7 @@ from topotrain.launch.multinode.restart_barrier import (
 from topotrain.launch.multinode.unit_membership import UnitMembership
 
 DEADLINE_S = 20.0
-SECRET, OTHER_SECRET = bytes(32), bytes(31) + b"x"
-PROOFS = NodeVerifier(SECRET, "j", 3)
+OTHER_SECRET = bytes(31) + b"x"
 
 
 @pytest.fixture(autouse=True)
@@ -241,19 +240,6 @@ def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: P
             assert pair.news.take() == []
 
 
-def test_garbage_on_the_port_is_refused_and_changes_nothing(pair: Pair) -> None:
-    host, _, port = pair.url.removeprefix("tcp://").rpartition(":")
-    assert host == "127.0.0.1"
-    for raw in (b"GET / HTTP/1.1\r\n\r\n", b"ttHS" + b"\xff" * 600, b"\x16\x03\x01" + bytes(200)):
-        with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as sock:
-            sock.sendall(raw)
-            with suppress(ConnectionResetError):
-                assert len(sock.recv(1024)) < 512
-    wait(lambda: pair.listening[0].refusals().get("STRANGER") == 3)
-    pair.second.send(0, {"n": 1})
-    assert words(news(pair, 1)) == [{"n": 1}]
-
-
 def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) -> None:
     with closing(pair.client("a", OTHER_SECRET)) as stranger:
         stranger.send(0, {"end": "now"})
@@ -270,28 +256,14 @@ def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) 
 # --- units that are looked after ------------------------------------------------------------------------------------
 
 
-def keys_of(store: Store) -> StoreKeys:
-    return StoreKeys(within(store, "jobs/j.1"), within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-
-
-def introduced(rank: int, word: str, name: str = "", proofs: NodeVerifier = PROOFS) -> NodeInfo:
-    return NodeInfo(rank, name or f"h{rank}", 1, "m", "10.0.0.3", proofs.proof(rank), 3, False, word)
-
-
-UNITS = tuple(introduced(rank, word) for rank, word in enumerate("0ab"))
-HOSTS = HostMap((0, 0, 0), ("h0", "h1", "h2"), ("127.0.0.1",) * 3, served=True, units=UNITS)
-
-
-def member(store: Store, rank: int, leads: bool) -> UnitMembership:
-    access = ControlAccess(within(store, "jobs/j.1"), "j.1", SECRET)
-    return UnitMembership(UnitContext(keys_of(store), rank, "0ab"[rank], access, PROOFS, True, False), HOSTS, leads)
+HOSTS = replace(host_map(), served=True)
 
 
 class Leader:
     """Unit 0, which leads."""
 
     def __init__(self, store: Store) -> None:
-        self.unit = member(store, 0, True)
+        self.unit = membership(store, 0, HOSTS)
         assert self.unit.leader is not None
         self.role: LeaderMembership = self.unit.leader
 
@@ -306,7 +278,7 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(company_module, "LOST_S", 0.3)
-    run = within(store, "jobs/j.1")
+    run = within(store, RUN)
     for rank in (0, 1):  # unit 1 has no connection, but a heartbeat in the store
         run.set(f"alive/{rank}", b"1")
     with closing(Leader(store)) as made:
@@ -316,15 +288,15 @@ def test_a_silent_unit_is_news_to_unit_0_and_ends_nothing(store: Store, monkeypa
         time.sleep(0.5)
         assert made.unit.control.news() == []  # it is told once, and unit 1 is not lost
         assert not made.unit.over
-        for word, proofs in (("f", NodeVerifier(OTHER_SECRET, "j", 3)), ("c", PROOFS)):
-            unit = introduced(2, word, "h3", proofs)
+        for word, secret in (("f", OTHER_SECRET), ("c", SECRET)):
+            unit = introduced(2, word, "h3", secret=secret)
             run.set("back/2", unit.dumped())
             time.sleep(0.2)
         assert news(made.unit.control, 1) == [UnitReturned(2, unit)]
         # While a process is known to have lost a peer, a silent unit is not waited for as long.
         monkeypatch.setattr(company_module, "LOST_S", 1000.0)
         monkeypatch.setattr(company_module, "ALIVE_S", 0.3)
-        made.role.expect(HostMap((0, 0, 1), ("h0", "h1", "h3"), ("127.0.0.1",) * 3, units=UNITS), [1, 2])
+        made.role.expect(HostMap((0, 0, 1), ("h0", "h1", "h3"), ("127.0.0.1",) * 3, units=HOSTS.units), [1, 2])
         made.unit.control.suspect(True)
         (found,) = news(made.unit.control, 1)
         assert isinstance(found, UnitVanished)
@@ -341,7 +313,7 @@ def test_a_unit_with_a_connection_and_without_the_store_is_not_lost(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(company_module, "LOST_S", 0.3)
-    with closing(Leader(store)) as first, closing(member(store, 1, False)) as second:
+    with closing(Leader(store)) as first, closing(membership(store, 1, HOSTS)) as second:
         (found,) = news(first.unit.control, 1)  # nothing has a heartbeat in the store
         assert isinstance(found, UnitVanished) and found.rank == 2
         time.sleep(0.5)
@@ -353,9 +325,9 @@ def test_unit_0_is_not_to_be_done_without_where_it_serves_the_store(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(company_module, "LOST_S", 0.3)
-    run = within(store, "jobs/j.1")
+    run = within(store, RUN)
     run.set("alive/0", b"1")
-    with closing(member(store, 1, False)) as made:
+    with closing(membership(store, 1, HOSTS)) as made:
         assert made.wait(1.0) is None, "it has a heartbeat"
         run.delete("alive/0")
         end = made.wait(DEADLINE_S)
@@ -370,7 +342,7 @@ def test_unit_0_is_not_to_be_done_without_where_it_serves_the_store(
 def two(tmp_path: Path) -> Iterator[tuple[Leader, UnitMembership]]:
     """Units 0 and 1."""
     store = open_store((tmp_path / "store").as_uri())
-    first, second = Leader(store), member(store, 1, False)
+    first, second = Leader(store), membership(store, 1, HOSTS)
     yield first, second
     for each in (first, second):
         each.close()

@@ -5,8 +5,6 @@ import random
 import pytest
 from reports import EventList
 
-from topotrain.config.job import Cluster, Job, TransportChoice
-from topotrain.config.topology import layout
 from topotrain.core.events import (
     Covered,
     Differs,
@@ -14,7 +12,6 @@ from topotrain.core.events import (
     Exited,
     Failed,
     Frozen,
-    Incident,
     Lost,
     Missed,
     Notice,
@@ -36,22 +33,7 @@ from topotrain.launch.multinode.reliable_messages import (
     shortened,
 )
 from topotrain.launch.multinode.restart_barrier import RestartBarrier
-from topotrain.launch.recovery.recovery_actions import (
-    FailJob,
-    PlaceReplica,
-)
-from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
-
-BEGAN = 100.0
-TWICE = Cluster(
-    nworkers_per_group=2,
-    server_worker_separate=True,
-    nworkers_per_procs=2,
-    nservers_per_group=2,
-    transport=TransportChoice.kTcp,
-    replicas=2,
-)
-"""Unit 0 has the workers, and units 1 and 2 a server each."""
+from topotrain.launch.recovery.recovery_actions import FailJob
 
 
 def lost(who: str) -> Lost:
@@ -64,26 +46,6 @@ def silent(rank: int) -> Failed:
 
 def step(who: str) -> StepDone:
     return StepDone(who, 1.0, 1, 8, None, 0.0, 0, 0, 0)
-
-
-def tell(made: RecoveryPolicy, now: float, *events: Event) -> list[object]:
-    return [word for event in events for word in made.on_event(event, now)]
-
-
-def test_with_copies_on_several_hosts_one_of_two_stays_alone() -> None:
-    topology = layout(TWICE, (0, 0, 1))
-    made = recovery(Job(cluster=topology.cluster), topology, BEGAN, frozenset())
-    assert made is not None
-    servers = ("server 0/0", "server 0/1")
-    tell(made, BEGAN, *(Started(who, 1) for who in ("worker 0/0", "worker 0/1", *servers)))
-    tell(made, 101.0, *(Covered(server, 0) for server in servers))
-    incident, reseat = made.on_unit_lost(2, silent(2), 105.0)
-    assert isinstance(incident, Incident) and "alone" in incident.action
-    assert reseat == PlaceReplica("server 0/1", 0, silent(2).text, [[0, -1, 0, 0], [0, -1, 1, 0]], -1)
-    made.begin_attempt()
-    made.begin_attempt(layout(topology.cluster, (0, 1, 0)))  # the units have come back elsewhere
-    tell(made, 101.0, *(Covered(server, 0) for server in servers))
-    assert isinstance(tell(made, 106.0, lost("server 0/0"))[-1], PlaceReplica)
 
 
 # --- units that follow ----------------------------------------------------------------------------------------------
@@ -171,33 +133,6 @@ def received(end: ReliableEnd, parts: list[UnitPart]) -> list[Words]:
     return [words for part in parts if (words := end.receive(part)) is not None]
 
 
-def test_each_message_is_received_once_and_in_order_however_often_its_parts_come() -> None:
-    a, b = ReliableEnd(), ReliableEnd()
-    first, second = a.send({"n": 1}), a.send({"n": 2})
-    assert received(b, second) == []  # the first is missing, and both will come again
-    assert received(b, a.unacknowledged()) == [{"n": 1}, {"n": 2}]
-    assert received(b, [*first, *second, *a.unacknowledged()]) == []
-    assert a.waiting
-    assert a.receive(b.acknowledgement()) is None
-    assert not a.waiting and a.unacknowledged() == []
-    assert received(b, a.send({"n": 3})) == [{"n": 3}]
-    (reply,) = b.send({"m": 1})  # a message acknowledges, too
-    assert a.receive(reply) == {"m": 1}
-    assert not a.waiting
-
-
-def test_a_large_message_comes_in_parts_and_goes_on_after_a_reconnection() -> None:
-    a, b = ReliableEnd(), ReliableEnd()
-    words = {"text": "x" * (3 * PART_BYTES)}
-    parts = a.send(words)
-    assert len(parts) == 4
-    assert received(b, parts[:2]) == []
-    a.receive(b.acknowledgement())
-    assert [part.number for part in a.unacknowledged()] == [3, 4]
-    assert received(b, a.unacknowledged()) == [words]
-    assert shortened({"log": "y" * 10**6 + "end", "pid": 3})["log"].endswith("yend")
-
-
 def test_what_is_no_message_is_refused() -> None:
     for text in (b"", b"[]", b"\xff", b"{", b"[" * 10**5):
         with pytest.raises(ProtocolError):
@@ -237,6 +172,7 @@ def test_units_with_any_losses_of_connections_receive_all_messages_once_and_in_o
             ends[1 - side].receive(ends[side].acknowledgement())
         assert found == (sent[1], sent[0]), seed
         assert not ends[0].waiting and not ends[1].waiting, seed
+    assert shortened({"log": "y" * 10**6 + "end", "pid": 3})["log"].endswith("yend")
 
 
 # --- between two lives ----------------------------------------------------------------------------------------------

@@ -2,16 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from topotrain.core.events import (
-    Event,
-    Notice,
-    Output,
-    Resources,
-    Started,
-    StepDone,
-    from_json,
-    to_json,
-)
+from topotrain.core.events import Event, Notice, Output, Resources, Started, StepDone, from_json, to_json
 from topotrain.launch.multinode.shared_samples import INTERVAL_S, ReceivedSamples, SharedSamples
 
 

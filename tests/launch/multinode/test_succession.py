@@ -16,7 +16,6 @@ from topotrain.core.events import (
     Exited,
     Failed,
     Finished,
-    Incident,
     Lost,
     Recovered,
     Repeatable,
@@ -44,11 +43,9 @@ from topotrain.launch.multinode.election.succession import EventReporter, Succes
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.recovery.recovery_actions import (
     LOSE,
-    FailJob,
     RequestSnapshot,
     ResizeRequest,
     RestartGroup,
-    RestartJob,
     RestartResized,
 )
 
@@ -396,20 +393,3 @@ def test_decisions_count_once_and_in_order() -> None:
         log.add(number, {"at": float(number), "inputs": [], "commands": [number]}, 50.0)
     assert [each["commands"] for each in log.decisions] == [[0], [1]]
     assert log.began(60.0) == 49.0, "the earliest that fits"
-
-
-def test_a_new_leader_goes_on_with_the_budget_of_the_former_one() -> None:
-    first = leader(DOWNPOUR, 100.0, restarts=1)
-    for who in names(DOWNPOUR):
-        policy(first).on_event(Started(who, 1), 100.0)
-    assert isinstance(policy(first).on_event(lost("worker 1/0"), 105.0)[1], RestartGroup)
-    assert isinstance(policy(first).on_event(lost("server 0/0"), 110.0)[1], RestartJob)
-    policy(first).begin_attempt()
-    first.decide((), 110.0)
-    second = succession(DOWNPOUR, 1, restarts=1)
-    words = {**second.join_words(1, True), "log": as_json(first.log.decisions)}
-    past = second.take_over(Takeover(LeaderElected(2, 0, silent(0)), words, 1, [1]), 900.0)
-    assert [action.who for action in past if isinstance(action, Incident)] == ["worker 1/0", "server 0/0"]
-    end = policy(second).on_unit_lost(0, silent(0), 905.0)[-1]
-    assert isinstance(end, FailJob), end
-    assert "the job has started again once within 10 minutes" in end.failures[0].text

@@ -7,25 +7,20 @@ from pathlib import Path
 
 import pytest
 from folder_wipe import block
+from unit_memberships import RUN, host_map, membership
 
 from topotrain.comm.store import Store, StoreError, open_store, within
-from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.core.events import Event, Failed, Finished, StepDone, to_json
 from topotrain.launch.job_requests import LEADER_LOST
 from topotrain.launch.multinode import control_connection, node_membership, node_rendezvous, unit_membership
-from topotrain.launch.multinode.control_connection import ControlAccess, LeaderChanged, LeaderElected, News, UnitMessage
+from topotrain.launch.multinode.control_connection import LeaderChanged, LeaderElected, News, UnitMessage
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderRecord
-from topotrain.launch.multinode.node_info import HostMap, JobEnd, NodeInfo, NodeVerifier
-from topotrain.launch.multinode.node_membership import StoreKeys, UnitContext
-from topotrain.launch.multinode.unit_membership import UnitMembership
+from topotrain.launch.multinode.node_info import JobEnd
 from topotrain.launch.recovery.recovery_actions import AnswerRequest, GroupRequest, ResizeRequest
 
 COUNT, DEADLINE_S = 3, 20.0
 ALIVE_S = 0.8
-SECRET = bytes(32)
-PROOFS = NodeVerifier(SECRET, "j", COUNT)
-UNITS = tuple(NodeInfo(r, f"h{r}", 1, "m", "", PROOFS.proof(r), COUNT, False, f"{r:08x}") for r in range(COUNT))
-HOSTS = HostMap((0,) * COUNT, ("h0", "h1", "h2"), ("127.0.0.1",) * COUNT, units=UNITS)
+HOSTS = host_map(COUNT)
 
 
 class UnitStore:
@@ -63,14 +58,11 @@ class Unit:
         self.rank = rank
         self.store = UnitStore(open_store(folder.as_uri()))
         store: Store = self.store  # type: ignore[assignment]
-        run = within(store, "jobs/j.1")
-        stores = StoreKeys(run, within(store, "jobs/j"), Registry(store), JobRecord("j", "j"))
-        access = ControlAccess(run, "j.1", SECRET)
-        context = UnitContext(stores, rank, UNITS[rank].word, access, PROOFS, recovers, rank == 0)
-        self.run = run
-        self.membership = UnitMembership(context, HOSTS, rank == 0)
+        self.run = within(store, RUN)
+        self.membership = membership(store, rank, HOSTS, recovers, saves=rank == 0)
         self.membership.begin(HOSTS)
         self.seen: list[News] = []
+        self.taken: list[object] = []
         self.beat = threading.Event()
 
     @property
@@ -197,37 +189,38 @@ def test_a_signal_while_there_is_no_leader_ends_the_job_all_the_same(units: Call
     assert ends[0] is not None and (ends[0].code, ends[0].text) == (130, "ended by SIGINT to unit 1 on h1")
 
 
-def test_requests_go_to_the_leader_of_the_present_term(units: Callable[..., list[Unit]]) -> None:
+def test_requests_go_to_the_leader_of_the_present_term_from_a_unit_and_from_the_store(
+    units: Callable[..., list[Unit]],
+) -> None:
     first, *others = units()
+    store = within(open_store_of(others[0]), "jobs/j")
+
+    def put(word: str, workers: int) -> None:
+        store.set(f"requests/{word}", b'{"verb": "leave", "workers": %d, "within_s": 5}' % workers)
+        store.set("asked", word.encode())
+
+    def taken(unit: Unit, *expected: object) -> bool:
+        unit.taken += unit.membership.requests.take()
+        return len(unit.taken) == len(expected) and all(wish in unit.taken for wish in expected)
+
     client = Client()
     others[0].membership.forwards.send(GroupRequest("leave", 1), client)
-    wait(lambda: first.membership.requests.take() == [GroupRequest("leave", 1)])
+    put("ab", 1)
+    wait(lambda: taken(first, GroupRequest("leave", 1), ResizeRequest("leave", 1, 5.0)))
     first.close()
     wait(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
     (leader,) = leaders(others)
     (follower,) = (unit for unit in others if unit is not leader)
     assert client.said == [{"error": LEADER_LOST}]
+    assert LEADER_LOST.encode() in store.watch("answers/ab", DEADLINE_S)
     assert follower.membership.forwards.has_leader and not leader.membership.forwards.has_leader
     again = Client()
     follower.membership.forwards.send(GroupRequest("leave", 2), again)
-    wait(lambda: leader.membership.requests.take() == [GroupRequest("leave", 2)])
+    put("cd", 2)
+    wait(lambda: taken(leader, GroupRequest("leave", 2), ResizeRequest("leave", 2, 5.0)))
+    assert store.keys("requests/") == ["requests/cd"], "a request is carried out once"
     leader.membership.requests.answer(AnswerRequest("leave", 2, "has left"))
     wait(lambda: again.said == [{"group": 2, "text": "has left"}])
-
-
-def test_requests_in_the_store_are_taken_by_the_next_leader(units: Callable[..., list[Unit]]) -> None:
-    first, *others = units()
-    store = within(open_store_of(others[0]), "jobs/j")
-    store.set("requests/ab", b'{"verb": "leave", "workers": 1, "within_s": 5}')
-    store.set("asked", b"ab")
-    wait(lambda: first.membership.requests.take() == [ResizeRequest("leave", 1, 5.0)])
-    first.close()
-    wait(lambda: len(leaders(others)) == 1)
-    assert LEADER_LOST.encode() in store.watch("answers/ab", DEADLINE_S)
-    store.set("requests/cd", b'{"verb": "leave", "workers": 2, "within_s": 5}')
-    store.set("asked", b"cd")
-    (leader,) = leaders(others)
-    wait(lambda: leader.membership.requests.take() == [ResizeRequest("leave", 2, 5.0)])
 
 
 class Client:
@@ -246,8 +239,8 @@ def test_an_end_that_is_in_the_record_counts_although_its_leader_is_gone(units: 
     assert record is not None
     first.close()
     end = JobEnd(1, 2, "h2", Failed("worker 0/2", "program", "boom", ""))
-    run = within(open_store_of(first), "jobs/j.1")
-    run.set(KEY, LeaderRecord(1, 0, UNITS[0].word, record.url, record.beat + 9, end.to_text()).dumped())
+    run = within(open_store_of(first), RUN)
+    run.set(KEY, LeaderRecord(1, 0, HOSTS.units[0].word, record.url, record.beat + 9, end.to_text()).dumped())
     assert one.membership.wait(DEADLINE_S) == two.membership.wait(DEADLINE_S) == end
     time.sleep(1.5 * ALIVE_S)
     assert leaders([one, two]) == []

@@ -19,25 +19,9 @@ from tests.support.launch_targets import launch, parts, processes
 from topotrain.config import job_file
 from topotrain.config.job import Cluster, ConfigError, Job, Placement
 from topotrain.config.topology import Address, Role, layout
-from topotrain.core.events import (
-    Bounded,
-    Event,
-    Failed,
-    Incident,
-    Notice,
-    Recovered,
-    Resized,
-    Saved,
-    Serving,
-    Started,
-)
+from topotrain.core.events import Bounded, Event, Failed, Incident, Notice, Recovered, Resized, Saved, Serving, Started
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.recovery_actions import (
-    RequestSnapshot,
-    ResizeRefused,
-    ResizeRequest,
-    RestartResized,
-)
+from topotrain.launch.recovery.recovery_actions import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
 from topotrain.launch.recovery.resize import resized
 from topotrain.parallel.api.prepare_split import SplitExtension
@@ -190,7 +174,7 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
 
 
 class Caller:
-    """Asks at the control socket, on a thread of its own, when the first server is there; keeps the answer."""
+    """Asks at the control socket, on a thread of its own, when the processes are there; keeps the answer."""
 
     def __init__(self, folder: Path, wish: ResizeRequest) -> None:
         self.folder, self.wish, self.heard, self.events = folder, wish, "", []  # type: ignore[var-annotated]
@@ -198,7 +182,8 @@ class Caller:
 
     def __call__(self, event: Event) -> None:
         self.events.append(event)
-        if isinstance(event, Serving) and event.who == "server 0/0" and not self.thread.ident:
+        serving = {each.who for each in self.events if isinstance(each, Serving)}
+        if serving >= {"server 0/0", "worker 0/0", "worker 0/1"} and not self.thread.ident:
             self.thread.start()
 
     def ask(self) -> None:

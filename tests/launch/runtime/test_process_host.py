@@ -8,25 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process_job import (
-    adam,
-    building,
-    job_of,
-    reference,
-    run_hosted,
-    usual_loop,
-    vectors,
-)
+from in_process_job import adam, building, job_of, reference, run_hosted, usual_loop, vectors
 
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport import Refused, TransportError
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
-from topotrain.config.job import Cluster, Job, Reduce
+from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
-from topotrain.core.client.client import JobError
 from topotrain.launch.runtime.worker_connections import WorkerConnections
 
 
@@ -44,25 +35,6 @@ def place(tmp_path):
     return made
 
 
-def test_several_servers_in_one_process_and_groups_that_agree(tmp_path):
-    """Two server groups in one unit: in-process between them, shared memory to the workers."""
-
-    def build():
-        model = torch.nn.Linear(70, 1, bias=False)
-        torch.nn.init.zeros_(model.weight)
-        return model, torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def script(t):
-        for _ in range(5):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(lambda m, x: -m(x).sum(), torch.ones(1, 70)))
-            t.optimizer.step()
-
-    job = job_of("one", nworker_groups=2, nserver_groups=2, nservers_per_procs=2, reduce=Reduce.kSum)
-    result = run_hosted(job, build, script, tmp_path)
-    assert torch.equal(result.values["weight"], torch.full((1, 70), 10.0))
-
-
 def test_optimizer_state_travels_over_tcp(tmp_path):
     def script(t):
         usual_loop(vectors(3))(t)
@@ -74,15 +46,6 @@ def test_optimizer_state_travels_over_tcp(tmp_path):
 
     job, build = job_of(transport="kTcp"), building(optimizer=adam)
     assert run_hosted(job, build, script, tmp_path).same_bits(reference(job, build, without))
-
-
-def test_a_refusal_reaches_the_script(tmp_path):
-    def script(t):
-        t.optimizer.param_groups[0]["lr"] = 1.0 + t.me.index
-        usual_loop(vectors(1))(t)
-
-    with pytest.raises(JobError, match="disagree about the optimizer's hyper-parameters"):
-        run_hosted(job_of(), building(), script, tmp_path)
 
 
 # --- transports --------------------------------------------------------------------------------------------------
@@ -150,28 +113,6 @@ def test_a_sender_follows_the_routes_of_its_router(place):
     assert server.wait(2) == [(WORKER, m.Fetch(2)), (WORKER, m.Fetch(3))]
     guest.close()
     home.close()
-
-
-def test_a_stranger_is_refused_and_the_others_go_on(place):
-    home, guest = (
-        Router(place(number=1), ProcessMemory()),
-        Router(place(token=bytes([1] * 32), number=2), ProcessMemory()),
-    )
-    home.publish("server", SERVER, home.attach(SERVER, server := Listener()))
-    guest.attach(WORKER, Listener(), dial_only=True)
-    with pytest.raises(TransportError):
-        guest.connect(WORKER, SERVER, "server")
-    other = Router(place(Job(seed=1), number=3), ProcessMemory())
-    other.attach(WORKER, Listener(), dial_only=True)
-    with pytest.raises(Refused, match="CONFIG"):
-        other.connect(WORKER, SERVER, "server")
-    friend = Router(place(number=4), ProcessMemory())
-    friend.attach(WORKER, Listener(), dial_only=True)
-    friend.connect(WORKER, SERVER, "server")
-    friend.send(WORKER, SERVER, m.Fetch(1))
-    assert server.wait(1) == [(WORKER, m.Fetch(1))]
-    for router in (guest, other, friend, home):
-        router.close()
 
 
 def test_a_workers_memory_lies_in_regions_over_each_transport(place):
