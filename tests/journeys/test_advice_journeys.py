@@ -36,14 +36,6 @@ def probe_in(folder: Path) -> str:
     return "probe.json"
 
 
-@soak_only
-def test_a_probe_of_another_model_is_not_tried(shells: Shells) -> None:
-    (shells.folder / "other.json").write_text(timed_probe(elements=1000, batch=12).to_json())
-    (said,) = ended([topotrain(shells, "advise", "--probe", "other.json", "--try", "1", STEADY)], [2])
-    assert "a probe of another model, made with made.py; `topotrain probe " in said
-    assert "advised" not in said
-
-
 def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, served_at: str) -> None:
     run = ("run", "--forkserver", served_at, "--set", "checkpoint_freq=20")
     (shells.folder / "auto.conf").write_text('name: "job" cluster { auto: true workspace: "auto" }\n')
@@ -64,7 +56,10 @@ def test_a_job_that_chooses_has_the_bits_of_the_block_by_hand(shells: Shells, se
 
 
 @soak_only
-def test_the_best_layouts_are_tried(shells: Shells) -> None:
+def test_the_best_layouts_are_tried_with_a_probe_of_their_model(shells: Shells) -> None:
+    (shells.folder / "other.json").write_text(timed_probe(elements=1000, batch=12).to_json())
+    (said,) = ended([topotrain(shells, "advise", "--probe", "other.json", "--try", "1", STEADY)], [2])
+    assert "a probe of another model, made with made.py; `topotrain probe " in said and "advised" not in said
     words = ("advise", "--probe", probe_in(shells.folder), "--hosts", "2", "--link", "1gbit,1ms", "--sync")
     more = ("--within", "1s", "--try", "1", "--json", STEADY, "--epochs", "100000")
     (said,) = ended([topotrain(shells, *words, *more)], [0])

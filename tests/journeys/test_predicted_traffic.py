@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from job_runner import SANDBLASTER, Ended, JobRunner
+from job_runner import JobRunner
 from made_probe import made_probe
-from soak_cases import soak_only, soaked
+from soak_cases import soaked
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan
@@ -90,25 +90,3 @@ def test_bytes_are_those_of_the_plan(runner: JobRunner) -> None:
         assert pushed * 4 == pytest.approx(traffic.worker_bytes, rel=0.02)
     received = sum(link.nbytes for link in found.links if link.name.endswith("> server 0/0"))
     assert received * 4 == pytest.approx(traffic.server_bytes, rel=0.02)
-
-
-START = 1.6  # loss of the untrained model is above this
-
-
-def bytes_out(ended: Ended) -> int:
-    return sum(process["bytes_out"] for process in ended.report["processes"])
-
-
-@soak_only
-def test_a_job_trains_with_fewer_bytes(runner: JobRunner) -> None:
-    cluster = f"{SANDBLASTER} transport: kTcp"
-    short = runner.run(cluster, "small.py", name="short", options=("--set", "cluster.compression=kInt8"))
-    long = runner.run(cluster, "small.py", name="long")
-    assert short.report["metrics"]["loss"] < START
-    assert short.report["metrics"]["loss"] == pytest.approx(long.report["metrics"]["loss"], rel=0.1)
-    assert bytes_out(short) < 0.75 * bytes_out(long)  # the rest is fields of messages: the model is small
-    # The speed of the link decides the size of slices, but not where a slice has a scale of its own.
-    assert long.report["layout"]["link_mbit"] > 0
-    assert long.report["slice_bytes"] in (1 << 16, 1 << 20, 1 << 22)
-    assert "link_mbit" not in short.report["layout"]
-    assert short.report["slice_bytes"] == 1 << 20
