@@ -12,8 +12,9 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from errno import EADDRINUSE
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,20 +86,12 @@ def listen(address: ListenAddress, port: int, host: str, option: str) -> Listeni
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """A request without a body. headers: lower-case names and values, all of them."""
+    """A request without a body."""
 
     method: str
     path: str
     query: str
-    headers: Sequence[tuple[str, str]]
-
-    def values(self, name: str) -> list[str]:
-        """Return all values of a header."""
-        return [value for key, value in self.headers if key == name]
-
-    def header(self, name: str) -> str:
-        """Return the first value of a header; "": there is none."""
-        return next(iter(self.values(name)), "")
+    headers: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,8 +228,7 @@ class _Exchange(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
-        headers = [(name.lower(), value) for name, value in self.headers.items()]
-        self._send(self._answer_to(HttpRequest(self.command, path, query, headers)))
+        self._send(self._answer_to(HttpRequest(self.command, path, query, self.headers)))
 
     do_HEAD = do_GET
 

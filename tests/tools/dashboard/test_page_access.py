@@ -1,5 +1,7 @@
 """Who is let in to the page, by what a request says about itself."""
 
+from email.message import Message
+
 import pytest
 
 from topotrain.tools.dashboard.page_access import PageAccess
@@ -12,7 +14,10 @@ def refusal(access: PageAccess, path: str = "/", inside: bool = True, **headers:
     """Why a request is refused; one with the cookie, unless it has another one."""
     named = {"host": "localhost:8000", "cookie": f"other=1; {access.cookie}={access._session}"}
     named |= {name.replace("_", "-"): value for name, value in headers.items()}
-    found = [(name, value) for name, value in named.items() if value]
+    found = Message()
+    for name, value in named.items():
+        if value:
+            found[name] = value
     return access.refusal(HttpRequest("GET", f"{access.root if inside else ''}{path}", "", found))
 
 
@@ -47,8 +52,10 @@ def test_only_the_names_and_the_page_of_this_server_are_let_in(access: PageAcces
     evil = ("evil.example", "evil.example:8000", "127.0.0.1.evil.example")
     for host in ("", *evil, "localhost.", "0.0.0.0:8000", "::1"):
         assert "Host header" in refusal(access, host=host)
-    twice = HttpRequest("GET", "/", "", [("host", "localhost"), ("host", "evil.example")])
-    assert "Host header" in access.refusal(twice)
+    twice = Message()
+    for host in ("localhost", "evil.example"):
+        twice["Host"] = host
+    assert "Host header" in access.refusal(HttpRequest("GET", "/", "", twice))
     for path in ("/", "/api/view", "/login"):
         for origin in ("http://evil.example", "null", "http://localhost:8001", "https://localhost:8000"):
             assert "Origin" in refusal(access, path, origin=origin)

@@ -65,24 +65,25 @@ class PageAccess:
     def refusal(self, request: HttpRequest) -> str:
         """Return why a request is refused; "": it is not."""
         path = self.path_of(request)
-        hosts, origins = request.values("host"), request.values("origin")
+        hosts, origins, sites, cookies = (
+            request.headers.get_all(name, []) for name in ("host", "origin", "sec-fetch-site", "cookie")
+        )
         if len(hosts) != 1 or _name_of(hosts[0]) not in self._names:
             return "this server is not known by the name in the Host header"
         ours = f"{'https' if self.secure else 'http'}://{hosts[0]}".lower()
         if any(origin.lower() != ours for origin in origins):
             return "only this page itself may ask (Origin header)"
-        sites = request.values("sec-fetch-site")
         if path != LOGIN and any(site not in ("same-origin", "none") for site in sites):
             return "only this page itself may ask (Sec-Fetch-Site header)"
         if path == LOGIN or (path == METRICS and self._open_metrics):
             return ""
         # A cookie counts only inside the path it was given to.
-        if self.is_inside(request) and self._has_session(request):
+        if self.is_inside(request) and self._has_session(cookies):
             return ""
         return "no token: open the address that topotrain has printed"
 
-    def _has_session(self, request: HttpRequest) -> bool:
-        pairs = (part.strip().partition("=") for value in request.values("cookie") for part in value.split(";"))
+    def _has_session(self, cookies: Iterable[str]) -> bool:
+        pairs = (part.strip().partition("=") for value in cookies for part in value.split(";"))
         given = [value for name, _, value in pairs if name == self.cookie]
         return bool(self._session) and any(_same(value, self._session) for value in given)
 

@@ -179,7 +179,7 @@ class PageRoutes:
                 case page_access.METRICS:
                     if not available():
                         raise HttpError(404, f"the page {MISSING}")
-                    return metrics_answer(self._run(query)[1].read().summary(), request.header("accept"))
+                    return metrics_answer(self._run(query)[1].read().summary(), request.headers.get("accept", ""))
         except ConfigError as error:  # a recording that cannot be read any further
             raise HttpError(500, str(error)) from None
         return self._file(path.removeprefix("/static/"))

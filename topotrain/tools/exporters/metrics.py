@@ -205,17 +205,17 @@ class MetricsServer:
 
     def answer(self, request: HttpRequest) -> HttpAnswer:
         # A page of another site may have made its name an address of this machine.
-        host = request.header("host").removesuffix(f":{self._bound.port}").lower()
+        host = request.headers.get("host", "").removesuffix(f":{self._bound.port}").lower()
         if self._bound.address.loopback and host not in self._bound.names:
             raise HttpError(403, "this address is for this machine only")
-        given = request.header("authorization").removeprefix("Bearer ")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
             refusal = plain_text(401, f"the header Authorization must be: Bearer and the text of {VARIABLE}\n")
             return replace(refusal, headers={"www-authenticate": "Bearer"})
         if request.path != PATH:
             raise HttpError(404, f"the metrics are at {PATH}")
         summary = {} if self._source is None else self._source.read().summary()
-        return metrics_answer(summary, request.header("accept"))
+        return metrics_answer(summary, request.headers.get("accept", ""))
 
 
 def _token(environ: Mapping[str, str]) -> str:
