@@ -32,7 +32,6 @@ from topotrain.launch.multinode import node_rendezvous
 from topotrain.launch.multinode.node_rendezvous import QUIET_S, REPEAT_S, RendezvousNotice
 from topotrain.tools.monitor import terminal
 from topotrain.tools.monitor.job_monitor import LiveRendezvousNotice, rendezvous_notice
-from topotrain.tools.monitor.process_tally import ProcessStates
 from topotrain.tools.monitor.progress_display import LiveTable, PlainProgress, QuietProgress, describe, progress
 from topotrain.tools.monitor.terminal import NOTEBOOK, console
 
@@ -50,7 +49,7 @@ def live(text: io.StringIO, width: int = 100, height: int = 30) -> Console:
 
 
 def test_the_states_of_workers_follow_the_events() -> None:
-    states = ProcessStates(TOPOLOGY, 0.0)
+    states = report_of(TOPOLOGY).states
     assert [each.word for each in states.workers()] == ["starting"] * 4
     told: list[Event] = [
         *(Started("worker 0/0", 1), step("worker 0/1", 3, 0.25, stale=2), step("worker 0/1", 4, None, stale=2)),
@@ -76,7 +75,7 @@ def test_the_states_of_workers_follow_the_events() -> None:
 
 
 def test_figures_are_those_of_the_last_seconds_and_of_the_workers_that_train() -> None:
-    states = ProcessStates(TOPOLOGY, 0.0)
+    states = report_of(TOPOLOGY).states
     # One group leaves. The other one becomes four times as fast after half of the time.
     for event in (StepDone(WORKERS[2], 1, 1, 999, 9.5, 0.0, 0, 0, 0), events.Left(1, "has left", 1.0)):
         states.on_event(event, 1.0)

@@ -41,10 +41,10 @@ from topotrain.core.events import (
     Tested,
 )
 from topotrain.launch import JobOutcome
+from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.loss_curves import Point, merge
 from topotrain.tools.monitor.process_tally import (
     ProcessCounts,
-    ProcessStates,
     ProcessTally,
     Straggler,
     round_report,
@@ -52,6 +52,8 @@ from topotrain.tools.monitor.process_tally import (
 )
 from topotrain.tools.recording.event_stories import moved
 from topotrain.tools.recording.job_summary import finite
+from topotrain.tools.recording.process_table import ProcessTable
+from topotrain.tools.recording.recorded_lines import layout_data
 
 _FIRST = Address(Role.WORKER, 0, 0)
 _KEPT = (Final, Incident, Joined, LastingNotice, Left, Metrics, Recovered, Resized, StateTaken, Tabled, Tested)
@@ -93,19 +95,15 @@ class Report:
 
     def __init__(self, job: Job, topology: Topology) -> None:
         self.job = job
-        self.states = ProcessStates(topology, monotonic())
+        self.states = ProcessTable()
         """The processes, for displays."""
         self._tallies: dict[str, ProcessTally] = {}  # also of those that have left
-        self._tally_all()
+        self._lay_out(topology)
         self._counted: dict[str, int] = {}  # worker -> its samples as its server has counted them
         self._kept: list[Event] = []
         self._apart: dict[str, Apart] = {}
         self._skips: dict[str, _Skips] = {}
         self._rounds: Rounds | None = None
-
-    @property
-    def topology(self) -> Topology:
-        return self.states.topology
 
     @property
     def stragglers(self) -> list[Straggler]:
@@ -126,7 +124,7 @@ class Report:
             case Skipped():
                 self._skips.setdefault(event.who, _Skips()).record(event)
             case Resized():
-                self._tally_all()
+                self._lay_out(resized_layout(self.topology, event.workers))
             case Rounds():
                 self._rounds = event
             case Started():
@@ -137,8 +135,10 @@ class Report:
     def _all(self, kind: type[_E]) -> list[_E]:
         return [event for event in self._kept if isinstance(event, kind)]
 
-    def _tally_all(self) -> None:
-        """Count for all processes of the layout; those that have left may be back."""
+    def _lay_out(self, topology: Topology) -> None:
+        """Count for all processes of a layout; those that have left may be back."""
+        self.topology = topology
+        self.states.use(layout_data(topology), monotonic())
         # The loss curve of a worker that joins starts here.
         begun = ProcessCounts(time=max((tally.whole.time for tally in self._tallies.values()), default=0.0))
         for who in self.states.by_name:

@@ -1,54 +1,22 @@
-"""What the report knows of a job's processes: states, counters, rounds, and stragglers.
+"""What the report knows of a job's processes: counters, rounds, and stragglers.
 
 Stragglers are workers that are slow compared to the others.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median_low
 from typing import Any
 
 from topotrain.config.topology import Topology
-from topotrain.core.events import Event, Finished, LocalSteps, Resized, Rounds, StateTaken, StepDone
-from topotrain.launch.recovery.resize import resized_layout
+from topotrain.core.events import Event, Finished, LocalSteps, Rounds, StateTaken, StepDone
 from topotrain.tools.monitor.loss_curves import Point
 from topotrain.tools.recording.history_series import MOST_POINTS, SeriesPoint, ThinnedSeries
-from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
-from topotrain.tools.recording.recorded_lines import layout_data
 
 FACTOR = 1.5
 LEAST_S = 0.02
 """A straggler takes at least this many seconds more than the others. Less may be the system's scheduling."""
-
-
-class ProcessStates(ProcessTable):
-    """Follows the processes of a topology, also where a resize changes it.
-
-    Args:
-        topology: the layout of the job.
-        now: the time.
-    """
-
-    def __init__(self, topology: Topology, now: float) -> None:
-        super().__init__()
-        self._lay_out(topology, now)
-
-    def _lay_out(self, topology: Topology, now: float) -> None:
-        self.topology = topology
-        self.use(layout_data(topology), now)
-
-    def shown(self) -> Sequence[ProcessTrack]:
-        """Return the processes, without servers that have no process of their own."""
-        return [process for process in self.all() if not (process.is_server and self.servers_in_workers)]
-
-    def workers(self) -> Sequence[ProcessTrack]:
-        return [process for process in self.all() if not process.is_server]
-
-    def on_event(self, event: Event, now: float) -> Collection[ProcessTrack]:
-        if isinstance(event, Resized):
-            self._lay_out(resized_layout(self.topology, event.workers), now)
-        return super().on_event(event, now)
 
 
 @dataclass(frozen=True, slots=True)

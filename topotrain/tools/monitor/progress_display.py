@@ -71,7 +71,7 @@ class QuietProgress:
         self._name_slow()
 
     def wait(self) -> LongestWait | None:
-        return longest(self.report.states.shown(), self.report.topology.cluster, monotonic())
+        return longest(self.report.states.alone(), self.report.topology.cluster, monotonic())
 
     def _name_slow(self) -> None:
         for slow in self.report.stragglers:

@@ -226,6 +226,13 @@ class ProcessTable:
     def all(self) -> Collection[ProcessTrack]:
         return self._processes.values()
 
+    def workers(self) -> Sequence[ProcessTrack]:
+        return [process for process in self.all() if not process.is_server]
+
+    def alone(self) -> Sequence[ProcessTrack]:
+        """Return the processes, without servers inside those of workers."""
+        return self.workers() if self.servers_in_workers else list(self.all())
+
     def group(self, number: int) -> Sequence[ProcessTrack]:
         return self._groups.get(number, ())
 
