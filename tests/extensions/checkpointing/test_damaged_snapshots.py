@@ -312,18 +312,6 @@ def test_a_full_disk_is_an_answer_and_the_next_snapshot_is_written(tmp_path):
     assert host.write(2).keys() == {"model.safetensors", "optimizer.safetensors"}
 
 
-def test_a_full_disk_leaves_the_snapshot_before(whole, tmp_path):
-    source, known = whole
-    largest = max(path.stat().st_size for path in (source / "000002").iterdir())
-    for limit in range(0, largest, largest // 9):
-        shutil.copytree(source, tmp_path / FOLDER)
-        trained, files = vault(), SnapshotFiles(tmp_path / FOLDER)
-        with files_of_at_most(limit), pytest.raises(OSError):
-            trained.train(5).write(files, 3)
-        assert right_or_refused(tmp_path, known) == 2, limit
-        shutil.rmtree(tmp_path / FOLDER)
-
-
 def test_a_disk_that_does_not_answer_is_reported_and_training_goes_on(tmp_path, monkeypatch):
     host, answers = Host(tmp_path), threading.Event()
     write = host.files.write

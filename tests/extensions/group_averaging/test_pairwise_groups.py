@@ -112,6 +112,17 @@ def test_a_snapshot_of_gossip_is_the_mean_of_all_groups():
     assert torch.equal(frozen, torch.full((64,), 7.0, dtype=EXACT))
 
 
+def test_updates_during_an_exchange_leave_with_the_next_one_at_the_end():
+    groups = elastic(freq=2)
+    for _ in range(3):
+        groups.update(1, 1, [0])
+    groups.post(1, groups.agreements[1].drain())
+    assert len(groups.ways[1, 0]) == 1, "one exchange of a bucket at a time"
+    groups.deliver((1, 0))
+    groups.deliver((0, 1))
+    assert len(groups.ways[1, 0]) == 1 and not groups.agreements[1].drained()
+
+
 def test_an_exchange_brings_the_updates_of_all_others():
     groups = elastic(freq=2)
     for group, times in ((0, 2), (2, 4), (1, 2)):

@@ -1,6 +1,5 @@
 """Sums of a group without a server: any order of arrival, messages that no worker sends, and the loss of a worker."""
 
-import random
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -10,16 +9,13 @@ import torch
 from in_process_job import cross_entropy, mlp, run_local, vectors
 from island_jobs import building, job
 from reports import FunctionSender
-from seeds import seeds
 
 from topotrain.config.job import Job
-from topotrain.config.sharding import Bucket
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import Client, PeerLost
 from topotrain.core.model.body_codec import BodyCodec
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory, slice_map_for
 from topotrain.core.protocol import Message, ProtocolError
-from topotrain.core.server.ordered_sum import ScratchBuffers, canonical_mean
 from topotrain.extensions.outer_optimizer.groups.group_messages import (
     PeerBackwardEnd,
     PeerGradient,
@@ -72,7 +68,6 @@ class Group:
         pairs = [(a, b) for a in range(WORKERS) for b in range(WORKERS) if a != b]
         self.queues: dict[tuple[int, int], deque[Message]] = {pair: deque() for pair in pairs}
         self.workers = [OneWorker(wanted, index, self) for index in range(WORKERS)]
-        self.tree = layout(wanted.cluster).sum_tree(0)
 
     @staticmethod
     def never(to: Address, message: Message) -> None:
@@ -86,63 +81,14 @@ class Group:
         return [pair for pair, queue in self.queues.items() if queue]
 
 
-class Contribution:
-    """What a worker has in a backward: a weight, and gradients of some buckets."""
-
-    def __init__(self, dice: random.Random, worker: OneWorker) -> None:
-        self.weight = float(dice.choice([0, 4, 4, 5]))
-        self.gradients: dict[int, torch.Tensor] = {}
-        for bucket in worker.map.buckets:
-            if dice.random() < 0.7:
-                self.gradients[bucket.id] = torch.randn(bucket.hi - bucket.lo)
-
-    def push(self, worker: OneWorker, step: int) -> None:
-        pushed = 0
-        for number in reversed(self.gradients):
-            bucket = worker.map.buckets[number]
-            body = worker.flats.view("local", bucket).copy_(self.gradients[number])
-            worker.reduction.push(step, 0, bucket, self.weight, (1 << len(bucket.pieces)) - 1, body)
-            pushed |= 1 << number
-        worker.reduction.end_backward(step, 0, self.weight, pushed)
-
-
-def mean_of(bucket: Bucket, contributions: list[Contribution], tree: object) -> torch.Tensor:
-    parts = {index: (each.weight, each.gradients.get(bucket.id)) for index, each in enumerate(contributions)}
-    out = torch.empty(bucket.hi - bucket.lo)
-    canonical_mean(parts, tree, out, ScratchBuffers())  # type: ignore[arg-type]
-    return out
-
-
-@pytest.mark.parametrize("seed", seeds(20))
-def test_all_workers_get_the_canonical_mean_in_any_order_of_arrival(seed: int) -> None:
-    """A fast worker begins the next backward while messages of the last one are still on their way."""
-    torch.manual_seed(seed)
-    dice, group, rounds = random.Random(seed), Group(), 6
-    plans = [[Contribution(dice, worker) for worker in group.workers] for _ in range(rounds)]
-    at, found = [0] * WORKERS, 0
-    for worker in group.workers:
-        worker.batches.add(0, 0, 1.0, 10 + worker.me.index)
-        plans[0][worker.me.index].push(worker, 0)
-    early = False
-    while group.waiting or any(number < rounds for number in at):
-        early = early or len(set(at)) > 1
-        ready = [w for w in group.workers if at[w.me.index] < rounds and w.reduction._is_over()]
-        if ready and (not group.waiting or dice.random() < 0.5):
-            worker, index = ready[0], ready[0].me.index
-            means, written = worker.reduction.wait_means()
-            assert written == 0
-            mine = plans[at[index]]
-            assert set(means) == {number for each in mine for number in each.gradients}
-            for number, (_, mean) in means.items():
-                assert torch.equal(mean, mean_of(worker.map.buckets[number], mine, group.tree)), (seed, at, number)
-                found += 1
-            assert worker.reduction.samples == 10 + 11 + 12 and worker.reduction.settled
-            at[index] += 1
-            if at[index] < rounds:
-                plans[at[index]][index].push(worker, at[index])
-        else:
-            group.deliver(dice.choice(group.waiting))
-    assert found > WORKERS * rounds and early
+def push(worker: OneWorker, step: int) -> None:
+    """A backward with a gradient of each parameter."""
+    pushed = 0
+    for bucket in reversed(worker.map.buckets):
+        body = worker.flats.view("local", bucket).zero_()
+        worker.reduction.push(step, 0, bucket, 4.0, (1 << len(bucket.pieces)) - 1, body)
+        pushed |= 1 << bucket.id
+    worker.reduction.end_backward(step, 0, 4.0, pushed)
 
 
 def test_messages_that_no_worker_sends_are_refused() -> None:
@@ -180,17 +126,15 @@ def test_messages_that_no_worker_sends_are_refused() -> None:
 
 
 def test_a_worker_that_is_lost_is_no_trouble_while_nothing_more_is_needed_of_it() -> None:
-    torch.manual_seed(1)
-    group, dice = Group(), random.Random(1)
-    plan = [Contribution(dice, worker) for worker in group.workers]
-    for worker, mine in zip(group.workers, plan, strict=True):
-        mine.push(worker, 0)
+    group = Group()
+    for worker in group.workers:
+        push(worker, 0)
     while group.waiting:
         group.deliver(group.waiting[0])
     first, second, _ = group.workers
     first.client.lost(second.me, "it has ended")
     first.reduction.wait_means()
-    plan[0].push(first, 1)
+    push(first, 1)
     with pytest.raises(PeerLost, match="worker 0/0 lost worker 0/1: it has ended"):
         first.reduction.wait_means()
 

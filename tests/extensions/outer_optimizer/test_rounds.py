@@ -85,24 +85,6 @@ def test_dropped_and_blended_steps() -> None:
 # --- steps that are lost in an exchange: they count in no weight, and in the report ----------------------------------
 
 
-@given(
-    fragments=st.integers(1, 4),
-    share=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
-    events=st.lists(st.one_of(st.just("step"), st.just("push"), st.just("take")), max_size=60),
-)
-def test_each_step_is_told_or_here_or_lost(fragments: int, share: float, events: list[str]) -> None:
-    untold, pushes, told = UntoldSteps(fragments), 0, 0.0
-    for event in events:
-        if event == "step":
-            untold.step()
-        elif event == "take":
-            untold.keep(pushes % fragments, share)
-        else:
-            told += untold.push(pushes % fragments).steps / fragments
-            pushes += 1
-        assert told + untold.pending_steps + untold.dropped == pytest.approx(untold.made)
-
-
 def test_samples_are_lost_with_their_steps() -> None:
     untold = UntoldSteps(2)
     for read in (8, 16):

@@ -144,18 +144,6 @@ def test_a_copy_that_was_made_between_two_messages_encodes_as_the_first_one(mode
     assert deaths > len(kills) // 2
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_a_process_may_die_while_replies_leave(process: int) -> None:
-    """In the middle of an update, when the workers have some of the new values."""
-    early = 0
-    for moment in every(3 + process, run("hidden", 1, kind=PromptCluster).ticks[process] + 1, 26):
-        cluster = run("hidden", 1, (process, moment), PromptCluster, loses=moment % 2 == 0)
-        assert cluster.deaths == 1
-        assert is_right(cluster, "hidden"), moment
-        early += sum(cluster.early.values())
-    assert early > 4
-
-
 def test_workers_and_servers_die_while_copies_are_behind() -> None:
     for seed in seeds(8):
         falls = ((0.02 + 0.01 * seed, seed % 2, 0.003),)

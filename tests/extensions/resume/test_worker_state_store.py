@@ -110,74 +110,23 @@ def test_what_no_correct_worker_sends_is_refused(change):
         WorkerStateStore().handle(ME, WorkerStatePart(0, 1, EPOCH, 0, 1, 3))
 
 
-# --- the state at the begin of a pass waits until the batches before it count ----------------------------------------
-
-
-class Store:
-    """Keeps what is saved, as (number, first byte)."""
-
-    def __init__(self) -> None:
-        self.saved: list[tuple[int, int]] = []
-
-    def save(self, number: int, data: torch.Tensor) -> None:
-        self.saved.append((number, int(data[0])))
-
-
-class Counted:
-    """Batches of all epochs before this one count."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def first_uncounted(self, epoch: int) -> int:
-        return min(epoch, self.epoch)
-
-
-def pass_states(counted: int) -> tuple[Any, Any, Any]:
-    store: Any = Store()
-    accounting: Any = Counted(counted)
-    return PassStates(store, accounting), store, accounting
-
-
-def state(number: int) -> torch.Tensor:
-    return torch.tensor([number], dtype=torch.uint8)
-
-
-def test_a_state_is_saved_at_once_where_all_batches_before_it_count() -> None:
-    states, store, _ = pass_states(counted=9)
-    states.begin(0, state(1))
-    states.change(0, state(2))
-    states.begin(1, state(3))
-    assert store.saved == [(EPOCH, 1), (SINCE, 2), (EPOCH, 3)] and not states.holds
-
-
-def test_a_state_waits_for_batches_of_earlier_passes() -> None:
-    states, store, counted = pass_states(counted=3)
-    states.begin(4, state(1))
-    assert states.holds and store.saved == []
-    states.save()
-    assert store.saved == []
-    counted.epoch = 4
-    states.save()
-    states.save()
-    assert store.saved == [(EPOCH, 1)] and not states.holds
-
-
-def test_changes_are_saved_behind_the_state_of_their_own_pass_only() -> None:
-    states, store, counted = pass_states(counted=3)
-    states.begin(3, state(1))
-    states.begin(4, state(2))
+def test_a_state_and_its_changes_wait_for_batches_of_earlier_passes() -> None:
+    saved, counted = [], [3]
+    client: Any = SimpleNamespace(save=lambda number, data: saved.append((number, int(data[0]))))
+    accounting: Any = SimpleNamespace(first_uncounted=lambda epoch: min(epoch, counted[0]))
+    states = PassStates(client, accounting)
+    states.begin(3, blob(1))
+    states.begin(4, blob(2))
     # In the store is the state of pass 3: rates of pass 4 would be one epoch ahead of it.
-    states.change(4, state(5))
-    states.change(4, state(6))
-    assert store.saved == [(EPOCH, 1)]
-    counted.epoch = 5
+    states.change(4, blob(5))
+    states.change(4, blob(6))
+    assert saved == [(EPOCH, 1)] and states.holds
+    counted[0] = 5
     states.save()
-    assert store.saved[1:] == [(EPOCH, 2), (SINCE, 6)]
-    states.change(5, state(7))
-    assert store.saved[3:] == []
-    states.change(4, state(8))
-    assert store.saved[3:] == [(SINCE, 8)]
+    assert saved[1:] == [(EPOCH, 2), (SINCE, 6)] and not states.holds
+    states.change(5, blob(7))
+    states.change(4, blob(8))
+    assert saved[3:] == [(SINCE, 8)]
 
 
 # --- where the new processes of a worker group begin, by the states that the former ones have saved ------------------

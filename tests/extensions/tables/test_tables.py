@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -203,17 +204,24 @@ def test_sparse_rules_have_torchs_bits(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "groups", "workers", "shards"),
-    [("async", 2, 2, 1), ("async", 2, 2, 3), ("step", 1, 1, 2), ("step", 1, 3, 2), ("step", 3, 2, 2)],
+    [
+        ("async", 2, 2, 1),
+        ("async", 2, 2, 3),
+        ("sync", 2, 2, 2),
+        ("step", 1, 1, 2),
+        ("step", 1, 3, 2),
+        ("step", 3, 2, 2),
+    ],
 )
 def test_pushes_add_up_whatever_the_transport_does(mode: str, groups: int, workers: int, shards: int) -> None:
-    """Whole numbers, at once or with the steps of a model."""
+    """Whole numbers, at once, together with all workers, or with the steps of a model."""
     total = torch.zeros(50, 3, dtype=torch.float64)
 
     def do(client: TableClient, worker: ScriptedWorker) -> None:
         rng = random.Random(str(worker.me))
-        for _ in range(5):
+        for turn in range(5):
             worker.sleep(0, 0.01)
-            for _ in range(rng.randrange(3)):
+            for _ in range(turn % 3):
                 ids = [rng.randrange(50) for _ in range(rng.randrange(9))]
                 rows = whole(-9, 9, (len(ids), 3), rng).double()
                 client.push("t", ids, rows)
@@ -225,7 +233,7 @@ def test_pushes_add_up_whatever_the_transport_does(mode: str, groups: int, worke
         assert torch.equal(client.pull("t", range(50)), total)
         assert sum(size.rows for size in client.stats("t")) == 50
 
-    spec = TableSpec("t", -1, 3, "float64", mode, optimizer=SGD if mode == "step" else "")
+    spec = TableSpec("t", -1, 3, "float64", mode, optimizer="" if mode == "async" else SGD)
     cluster = play(job(groups, workers, shards), spec, do, shards, STORM)
     assert mode == "step" or all(sim_server.server.done for sim_server in cluster.sim_servers.values())
 
@@ -248,79 +256,22 @@ class Bench:
             self.say(worker, TableOpen, 0, spec.to_text())
 
 
-pushes = st.lists(
-    st.tuples(st.integers(0, 2), st.lists(st.tuples(st.integers(0, 9), st.integers(-50, 50)))), max_size=12
-)
-
-
-@QUIET
-@given(pushes, st.randoms(use_true_random=False))
-def test_any_interleaving_of_async_pushes_adds_up(said: list[tuple[int, list[tuple[int, int]]]], rng: Any) -> None:
-    bench, total = Bench(3), [0] * 10
-    bench.open(TableSpec("t", 10, 1, "int64", "async"))
-    queues: list[list[m.Message]] = [[], [], []]
-    for turn, (worker, rows) in enumerate(said):
-        summed: dict[int, int] = {}
-        for row, value in rows:
-            summed[row] = summed.get(row, 0) + value
-            total[row] += value
-        items = sorted(summed.items())
-        cut = rng.randrange(len(items) + 1)
-        for last, part in ((False, items[:cut]), (True, items[cut:])):
-            ids = pack_ids(np.array([row for row, _ in part], dtype=np.int64))
-            body = torch.tensor([value for _, value in part]) if part else None
-            number = bench.numbers[worker]
-            bench.numbers[worker] += 1
-            queues[worker] += [TablePush(number, 0, turn, last, ids, body=body)] * rng.choice([1, 1, 2])
-    pending = [(worker, message) for worker, queue in enumerate(queues) for message in queue]
-    rng.shuffle(pending)
-    for worker, message in pending:
-        bench.book.handle(Address(Role.WORKER, 0, worker), message)
-    ((_, reply),) = bench.say(0, TablePull, 0, 1, 0, pack_ids(np.arange(10, dtype=np.int64)))
-    assert reply.body.tolist() == total
-    assert not any(client.early for client in bench.book._workers.values())  # nothing is kept for ever
-
-
 # --- sync ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("optimizer", "seed"), [("", 0), (rule(torch.optim.Adagrad, lr=0.5), 1)])
-def test_sync_equals_one_process(seed: int, optimizer: str) -> None:
-    spec = TableSpec("t", 30, 4, mode="sync", optimizer=optimizer, init="normal 0 1")
-    made, turns = job(2, 2, 2), 4
-    rows = RowStorage(spec, 0, 1)
-    how = make_optimizer(rows, optimizer) if optimizer else None
-
-    def pushes_of(me: Address, turn: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rng = torch.Generator().manual_seed(100 * turn + 10 * me.group + me.index)
-        ids = torch.randperm(30, generator=rng)[:9].sort().values
-        return ids, torch.randn(9, 4, generator=rng)
-
-    wanted = []
-    for turn in range(turns):
-        total, touched = torch.zeros(30, 4), torch.zeros(30, dtype=torch.bool)
-        for me in (Address(Role.WORKER, group, index) for group in (0, 1) for index in (0, 1)):
-            ids, values = pushes_of(me, turn)
-            total[ids] += values
-            touched[ids] = True
-        union = touched.nonzero().view(-1)
-        slots = rows.slots(union.numpy())
-        if how is None:
-            rows.scatter(slots, total[union])
-        else:
-            how.apply(slots, total[union])
-        wanted.append(rows.gather(rows.slots(np.arange(30, dtype=np.int64))))
-
-    def do(client: TableClient, worker: ScriptedWorker) -> None:
-        for turn in range(turns):
-            worker.sleep(0, 0.01)
-            client.push("t", *pushes_of(worker.me, turn))
-            seen = client.pull("t", range(30))
-            assert any(torch.equal(seen, later) for later in wanted[turn : turn + 2])
-        client.barrier()
-        assert torch.equal(client.pull("t", range(30)), wanted[-1])
-
-    play(made, spec, do, seed, STORM)
+def test_the_bits_of_a_sum_do_not_depend_on_the_order_of_arrival() -> None:
+    """Without an optimizer the sum of a turn replaces the rows."""
+    parts = [(pack_ids(np.array([1, 2 + worker])), torch.tensor([0.1 + worker, 0.3])) for worker in range(3)]
+    found = set()
+    for order in permutations(range(3)):
+        bench = Bench(3)
+        bench.open(TableSpec("t", 10, 1, mode="sync"))
+        for turn in (1, 2):
+            for worker in order:
+                bench.say(worker, TablePush, 0, turn, True, parts[worker][0], body=parts[worker][1].clone())
+        ((_, reply),) = bench.say(0, TablePull, 0, 1, 2, pack_ids(np.array([1, 2, 5])))
+        found.add(tuple(reply.body.tolist()))
+    assert found == {(float(sum(parts[worker][1][0] for worker in range(3))), float(parts[0][1][1]), 0.0)}
 
 
 def test_a_worker_that_pushes_a_sync_table_alone_is_told_why() -> None:
@@ -559,26 +510,6 @@ def test_a_dense_key_has_torchs_bits(cls: Any, mode: str, numel: int) -> None:
         assert sum(size.value_bytes for size in client.stats("key")) >= 4 * numel
 
     play(job(1, 1, 3), dense_spec("key", numel, mode=mode, first=1), do)
-
-
-def test_mixed_modes_without_optimizer_assign_and_add() -> None:
-    cluster = ScriptedCluster(job(1, 2, 2), 3, STORM)
-
-    def script(worker: ScriptedWorker) -> None:
-        client, rank = client_of(worker), worker.me.index
-        for mode in ("sync", "async"):
-            client.open(dense_spec(mode, 5, mode=mode))
-            if rank == 0:
-                client.assign(mode, *blocks(torch.full((5,), 7.0)))
-        client.barrier()
-        for mode in ("sync", "async"):
-            client.push(mode, *blocks(torch.full((5,), 1.0 + rank)))
-        client.barrier()
-        for mode, wanted in (("sync", 3.0), ("async", 10.0)):
-            assert pulled(client, mode, 5).tolist() == [wanted] * 5
-        client.close()
-
-    cluster.play(script)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
