@@ -37,10 +37,6 @@ def test_the_job_file_and_a_stated_link_come_first() -> None:
     assert slice_bytes(layout(Cluster(**TCP, link=Link(bandwidth=100.0)), link_mbit=9400.0)) == SLOW_BYTES
 
 
-def test_shared_memory_has_large_slices() -> None:
-    assert slice_bytes(layout(Cluster(nworkers_per_group=2))) == FAST_BYTES
-
-
 def test_a_plan_says_what_decides_the_size() -> None:
     said = {
         "at most 4 MB in shared memory": Cluster(),

@@ -14,8 +14,9 @@ from torch import nn
 from topotrain.core.client.client import PeerLost
 from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.placement.assign_modules import assignments
-from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.placement.parameter_owners import ParameterOwners, divide
 from topotrain.parallel.program.build_program import program
+from topotrain.parallel.program.split_program import Program
 from topotrain.parallel.runtime.channel import ArrivedTensors, TensorKey
 from topotrain.parallel.runtime.local_model import localise
 from topotrain.parallel.runtime.program_runner import Runner
@@ -120,6 +121,23 @@ class Blocks:
     partition: Sequence[Block]
 
 
+def cut(
+    model: nn.Module,
+    blocks: Sequence[Block],
+    args: Sequence[Any],
+    workers: int = 2,
+    samples: int | None = None,
+    training: bool = True,
+    **kwargs: Any,
+) -> tuple[Program, ParameterOwners]:
+    """The program of a model for a call with these arguments, and who holds its parameters."""
+    captured = capture(model)
+    assigned = assignments(model, Blocks(blocks), workers, captured)
+    count = len(args[0]) if samples is None else samples
+    made = program(captured, assigned, model, args, kwargs, count, workers, training)
+    return made, divide(model, assigned, workers)
+
+
 class Group:
     """A model cut by capture and inference; every worker holds its parts only, and servers are emulated.
 
@@ -144,12 +162,9 @@ class Group:
         self.models, self.runners, self.parts, self.divisions = [], [], [], []
         for me in range(self.size):
             mine = copy.deepcopy(model)
-            captured = capture(mine)
-            assigned = assignments(mine, Blocks(blocks), self.size, captured)
-            division = divide(mine, assigned, self.size)
+            self.program, division = cut(mine, blocks, shares[first], self.size, samples[first])
             optimizer = torch.optim.SGD(mine.parameters(), lr=lr)
             self.parts.append(localise(mine, optimizer, division, me).parts.tensors)
-            self.program = program(captured, assigned, mine, shares[first], {}, samples[first], self.size)
             self.models.append(mine)
             self.divisions.append(division)
             chances = torch.Generator().manual_seed(7)

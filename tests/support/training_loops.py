@@ -204,12 +204,11 @@ def fool(models, x, y):
     return nn.functional.softplus(-models[1](models[0](x[:, :4]))).mean()
 
 
-def play(t, clear_judge=True, judge_steps=1, steps=12):
+def play(t, judge_steps=1, steps=12):
     """The usual loop of a GAN: `fool` leaves gradients in the discriminator, too."""
     opt_g, opt_d = t.optimizer
     for number, batch in enumerate(vectors(steps)):
-        if clear_judge:
-            opt_d.zero_grad()
+        opt_d.zero_grad()
         backward(t, batch, real)
         backward(t, batch, fake)
         opt_d.step()

@@ -438,18 +438,13 @@ def scheduled(t):
 # --- all of them -------------------------------------------------------------------------------------------------
 
 ODD = [batch for size in (7, 2, 11, 1, 3) for batch in vectors(2, size)]
-MANY_SERVERS = {"nservers_per_group": 6, "nservers_per_procs": 2}
 LOOPS = {
     "mlp, sgd": Loop(usual_loop(vectors(20))),
-    "mlp, adagrad": Loop(usual_loop(vectors(20)), building(mlp, adagrad)),
     "transformer, adam": Loop(usual_loop(tokens(15)), building(Transformer, adam)),
-    "transformer, sgd": Loop(usual_loop(tokens(15)), building(Transformer)),
     # Batch statistics are a share's, so a CNN with BatchNorm computes something else than the plain script.
-    "cnn, adam": Loop(usual_loop(images(15)), building(Cnn, adam), near=None),
     "cnn, adagrad": Loop(usual_loop(images(15)), building(Cnn, adagrad), near=None),
     # Hidden, autograd sums the step's backwards before the group does: equal, but with other last bits.
     **{loop.__name__: Loop(loop, hidden="near") for loop in (*ALWAYS, dropped, read_after_the_step)},
-    "never_zero, adam": Loop(ALWAYS[5], building(mlp, adam), hidden=""),
     **{edit.__name__: Loop(edit, hidden="") for edit in EDITS},
     "put_back, adam": Loop(EDITS[-1], building(mlp, adam), near=1e-4, hidden=""),
     "batches that do not divide": Loop(usual_loop(ODD)),
@@ -468,8 +463,6 @@ LOOPS = {
     "kept graphs": Loop(kept_graphs, bits=False, hidden=""),
     "per sample": Loop(per_sample, bits=False, hidden=""),
     "early hooks on tensors": hooked(True, True),
-    "late hooks on tensors": hooked(False, True),
-    "early hooks behind": hooked(True, False),
     "late hooks behind": hooked(False, False),
     "stepping hooks": stepping_hooks(),
     "union": Loop(union, building(Two, adam), near=None),
@@ -482,7 +475,6 @@ LOOPS = {
     "thawing in no group": Loop(thawing_in_no_group, frozen(lambda model: model[2])),
     # The mean of a worker's sum over several backwards has other last bits than the sum of their means.
     "gan": Loop(play, gan, hidden="near"),
-    "a gan that keeps gradients": Loop(partial(play, clear_judge=False), gan, hidden="near"),
     "three steps of the judge": Loop(partial(play, judge_steps=3), gan, hidden="near"),
     "one backward": Loop(one_backward_and_two_steps, parts_of_one_model),
     "clipped apart": Loop(clipped, parts_of_one_model, hidden=""),

@@ -320,17 +320,6 @@ def test_a_misspelled_name_is_told_with_the_nearest_one(version, nearest):
     assert str(raised.value) == "module 'topotrain' has no attribute 'prepair'" + "." * bool(nearest) + nearest
 
 
-def test_other_errors_are_told_as_they_are():
-    for error in (AttributeError("prepair", name="prepair", obj=[]), AttributeError("bare"), ValueError("prepair")):
-        before = str(error)
-        misuse_checks.name_nearest(error, (3, 11))
-        assert str(error) == before
-    with pytest.raises(AttributeError) as raised:
-        tt.zzzzzz  # noqa: B018
-    misuse_checks.name_nearest(raised.value, (3, 11))
-    assert str(raised.value) == "module 'topotrain' has no attribute 'zzzzzz'"
-
-
 def test_what_a_job_prints_names_the_nearest_name_once(job, tmp_path, monkeypatch):
     _, told, _, _ = run_as_program(job(), tmp_path, monkeypatch, "import topotrain as tt\ntt.prepair\n")
     end = "Did you mean: 'prepare'?"

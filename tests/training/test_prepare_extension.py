@@ -1,56 +1,13 @@
 """The seam of `tt.prepare`: features take part as extensions of the context, and none of them is needed."""
 
-from typing import Any
-
 import torch
 from script_job import job as job  # a fixture
 from script_job import loader, mlp, plain, train, unfused
 from torch import nn
 
 import topotrain as tt
-from topotrain.core.events import Final
 from topotrain.training import finish_job
-from topotrain.training.context import Context, PrepareExtension, PrepareRequest
 from topotrain.training.parameters.prepared_objects import RowModule
-from topotrain.training.worker import Worker
-from topotrain.training.worker_extension import WorkerExtension
-
-
-class StepCounter(WorkerExtension):
-    """Counts the worker's steps."""
-
-    def __init__(self, recording: "Recording") -> None:
-        self._recording = recording
-
-    def after_step(self, outcome: Any) -> None:
-        self._recording.steps += 1
-
-
-class Recording(PrepareExtension):
-    """Counts the worker's steps, and exports the count with the result."""
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-        self.steps = 0
-
-    def connected(self, here: Context, request: PrepareRequest) -> None:
-        assert here.connections is not None and here.worker is None
-        self.called.append("connected")
-
-    def attach(self, here: Context, worker: Worker) -> None:
-        assert here.worker is worker
-        self.called.append("attach")
-        worker.attach(StepCounter(self))
-
-    def stop_pushing(self, here: Context) -> None:
-        self.called.append("stop_pushing")
-
-    def export(self, here: Context) -> dict[str, torch.Tensor]:
-        self.called.append("export")
-        return {"steps": torch.tensor(self.steps)}
-
-    def close(self, here: Context) -> None:
-        self.called.append("close")
 
 
 def trained() -> tuple[list[float], nn.Module]:
@@ -58,19 +15,6 @@ def trained() -> tuple[list[float], nn.Module]:
     model = mlp()
     model, optimizer, batches = tt.prepare(model, unfused(model), loader())
     return train(model, optimizer, batches), model
-
-
-def test_an_extension_sees_a_script_from_prepare_to_the_end(job, tmp_path):
-    here, extension = job(), Recording()
-    here.context.extensions = (*here.context.extensions, extension)
-    trained()
-    finish_job.finish(here.context)
-    finish_job.close(here.context, finished=True)
-    assert extension.called == ["connected", "attach", "stop_pushing", "export", "close"]
-    (final,) = here.heard(Final)
-    with open(final.path, "rb") as file:
-        assert b'"steps"' in file.read(4096)  # the header of a safetensors file
-    assert extension.steps == 10
 
 
 def test_a_process_that_has_left_a_job_has_torch_s_own_functions(job):

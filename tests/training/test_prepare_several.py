@@ -69,21 +69,6 @@ def one_after_another(body, head, one, two, scaler):
     return body, head, one, two, batches
 
 
-def loader_first(body, head, one, two, scaler):
-    """The loader belongs to the first call that has one."""
-    _, _, batches = tt.prepare(body, one, loader())
-    assert tt.prepare(two, head) == (two, head)
-    return body, head, one, two, batches
-
-
-def in_any_expression(body, head, one, two, scaler):
-    """No source is read: between the calls there are other statements, and the calls are in a loop of `exec`."""
-    found = {"tt": tt, "body": body, "one": one, "loader": loader()}
-    exec("for each in [0]:\n    body, one, batches = tt.prepare(body, one, loader)", found)
-    head, two = tt.prepare(head, two, torch.amp.GradScaler("cpu"))[:2]
-    return body, head, one, two, found["batches"]
-
-
 @pytest.mark.parametrize(
     ("prepare", "scale", "pull"),
     [
@@ -91,8 +76,6 @@ def in_any_expression(body, head, one, two, scaler):
         (at_once, 0, "kLazy"),
         (at_once, 64.0, "kStep"),
         (one_after_another, 0, "kStep"),
-        (loader_first, 0, "kStep"),
-        (in_any_expression, 0, "kLazy"),
     ],
 )
 def test_a_job_of_one_worker_has_the_plain_scripts_bits(job, tmp_path, prepare, scale, pull):

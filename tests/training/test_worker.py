@@ -17,7 +17,7 @@ from in_process_job import (
 from torch import nn
 from training_loops import clip_norm
 
-from topotrain.config.job import ConfigError, Grads, Reduce
+from topotrain.config.job import ConfigError, Grads
 from topotrain.core.client.client import JobError, PeerLost
 
 
@@ -80,20 +80,6 @@ def counted(t):
 
 def ends_at(result, number):
     return torch.equal(result.values["weight"], torch.full((1, 70), float(number)))
-
-
-@pytest.mark.parametrize(
-    ("shared", "layout"),
-    [
-        (False, {"nservers_per_group": 2, "server_worker_separate": True}),
-        (True, {"nserver_groups": 2}),
-        (False, {"nserver_groups": 2, "sync_freq": 3}),
-        (True, {"max_staleness": 0}),
-    ],
-)
-def test_downpour_ends_and_counts_every_update_once(layout, shared):
-    job = job_of("one", nworker_groups=2, nworkers_per_group=2, reduce=Reduce.kSum, **layout)
-    assert ends_at(run_local(job, counter, lambda t: count(t, 5 + 3 * t.me.group, 2), shared), 2 * (5 + 8))
 
 
 @pytest.mark.parametrize(("push", "fetch", "shared"), [(3, 1, False), (1, 3, True), (2, 4, False), (3, 2, True)])

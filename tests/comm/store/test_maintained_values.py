@@ -1,6 +1,7 @@
 """What a process keeps in a store is written again where it is missing, and nothing else is touched."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from folder_wipe import block, wipe
 
 from tests.support.launch_targets import wait_for
 from topotrain.comm.store import StoreError, maintained_values, open_store
+from topotrain.comm.store.discovery.job_registry import JobRecord, Registry
 from topotrain.comm.store.maintained_values import MaintainedValues
 from topotrain.comm.store.store_base import KEEP_S, Store, within
 
@@ -148,3 +150,15 @@ def test_what_was_written_first_is_written_again_last(store: Store, monkeypatch:
     values._check(renews=False)
     assert seen == ["second", "first"]
     values.close()
+
+
+def test_a_job_whose_record_is_gone_is_entered_again(store: Store, folder: Path) -> None:
+    registry, record = Registry(store), JobRecord("j", "night", started=12.0, units=2, hosts=("a", "b"))
+    registry.add(record)
+    wipe(folder)
+    registry.keep(record)
+    (found,) = registry.list()
+    assert replace(found, heartbeat=0.0) == record
+    registry.end("j", "done")
+    registry.keep(record)
+    assert registry.view("j").state == "done"

@@ -488,13 +488,6 @@ def test_redis_is_left_as_it_was_but_for_our_keys(redis_url):
     store.close()
 
 
-def test_redis_does_once_what_is_asked_twice(redis_url, monkeypatch):
-    store = open_store(redis_url)
-    monkeypatch.setattr("topotrain.comm.store.redis_store.secrets.token_hex", lambda n: "same")
-    assert store.compare_and_set("k", None, b"1") and store.compare_and_set("k", None, b"1")
-    store.close()
-
-
 def test_redis_connections_that_are_lost_are_made_again(redis_url):
     store, other = open_store(redis_url), RedisUrl(redis_url)
     store.set("k", b"1")

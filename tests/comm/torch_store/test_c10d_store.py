@@ -1,7 +1,6 @@
 """Our stores in torch's words: as torch's own store, from several processes, and after one of them was killed."""
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -140,17 +139,6 @@ class Rank(threading.Thread):
             self.error = str(error)
 
 
-def test_each_start_has_a_room_of_its_own(url: str) -> None:
-    rooms = []
-    for _ in range(2):
-        ranks = [Rank(url, rank) for rank in (2, 0, 1)]
-        for rank in ranks:
-            rank.join()
-        assert len({rank.room for rank in ranks}) == 1
-        rooms.append(ranks[0].room)
-    assert len(set(rooms)) == 2 and all(rooms)
-
-
 def test_a_rank_that_died_while_it_waited_is_not_let_in(url: str) -> None:
     open_store(url).set("ranks/1", b'{"number": "of a dead one", "room": ""}')
     leader, second = Rank(url, 0), Rank(url, 2)
@@ -159,32 +147,6 @@ def test_a_rank_that_died_while_it_waited_is_not_let_in(url: str) -> None:
     for rank in (leader, first, second):
         rank.join()
     assert leader.room and {leader.room, first.room, second.room} == {leader.room}
-
-
-def test_a_rank_that_starts_again_while_rank_0_cleans_up_keeps_its_number(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again: list[Rank] = []
-    store = open_store(url)
-    write = store.set
-
-    def restart(key: str, value: bytes, ttl: float | None = None) -> None:
-        write(key, value, ttl)
-        if json.loads(value).get("open"):
-            first.join()  # its process ends
-            again.append(Rank(url, 1, 2))
-            store.watch("ranks/1", 30)
-
-    monkeypatch.setattr(store, "set", restart)
-    first = Rank(url, 1, 2)
-    room = generations.join(store, 0, 2, 30)
-    first.join()
-    leader = Rank(url, 0, 2)
-    leader.join()
-    again[0].join()
-    assert first.room == room
-    assert (leader.error, again[0].error) == ("", "")
-    assert leader.room == again[0].room != room
 
 
 def test_a_missing_rank_is_named(url: str) -> None:

@@ -34,7 +34,7 @@ from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.client.client import Client
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
-from topotrain.core.protocol import ProtocolError, decode, encode
+from topotrain.core.protocol import ProtocolError
 from topotrain.core.server.server import Server
 from topotrain.extensions.resume.worker_state_client import WorkerStateClient
 from topotrain.extensions.resume.worker_state_store import EPOCH
@@ -287,25 +287,6 @@ def awaited(client: Client, message: m.Message) -> None:
 
 
 # --- bytes as messages -----------------------------------------------------------------------------------------------
-
-
-def recorded() -> list[m.Message]:
-    found = conversation(workers=2)
-    return [sent.message for sent in found.sent]
-
-
-def test_bytes_are_a_message_or_a_protocol_error() -> None:
-    rng, words = FrameGenerator(SEED + 2), recorded()
-    metas = [encode(word) for word in words]
-    others = [meta for _, meta in metas]
-    for _ in range(share(0.15)):
-        kind, meta = rng.random.choice(metas)
-        kind = rng.random.choice((kind, kind, kind, rng.random.randrange(128)))
-        try:
-            message = decode(kind, rng.spoiled(meta, others))
-        except ProtocolError:
-            continue
-        assert kind == message.KIND
 
 
 def filled(raw: bytes) -> tuple[socket.socket, socket.socket]:

@@ -65,13 +65,6 @@ def test_a_frame_is_finished_first(pair: Pair, patient: None, monkeypatch: pytes
     assert got[:-1] == [Fetch(round=n) for n in range(len(got) - 1)]
 
 
-def test_without_that_the_peer_refuses_what_comes_next(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted_inside(monkeypatch, "put")
-    assert until_interrupted(pair) == 0
-    pair.to_server(Drained())
-    assert "frame number" in pair.server.end()
-
-
 def test_outside_of_a_frame_it_comes_at_once(patient: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from split_workers import cut
 from torch import nn
 
 from topotrain.config.job import ConfigError
@@ -19,17 +20,7 @@ from topotrain.parallel.auto_placement.cost_model import (
 )
 from topotrain.parallel.auto_placement.pipeline_stages import SLACK, stages_of
 from topotrain.parallel.auto_placement.placement_choice import BRANCHES, STAGES, ChosenPlacement, choose
-from topotrain.parallel.estimate.cost_report import estimate_costs
-from topotrain.parallel.placement.parameter_owners import divide
-from topotrain.parallel.program.split_program import (
-    LocationKind,
-    Program,
-    ProgramStep,
-    ResultRef,
-    StepKind,
-    SymbolicShape,
-    ValueLocation,
-)
+from topotrain.parallel.estimate.cost_report import CostReport, estimate_costs
 
 FREE = WorkerSpeeds(link=1e30, delay=0.0)
 FAST = WorkerSpeeds(link=1e9, delay=1e-6)
@@ -180,28 +171,20 @@ def test_a_split_that_is_slower_than_one_worker_says_so() -> None:
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Linear(6, 16)
-        self.two = nn.Linear(16, 4)
+        self.one, self.two = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x * 2).relu())  # type: ignore[no-any-return]
 
 
-def whole() -> Program:
-    def rows(size: int) -> SymbolicShape:
-        return SymbolicShape((0, size), "float32", 0)
-
-    samples = ValueLocation(LocationKind.BATCH)
-    steps = (
-        ProgramStep(0, "x", StepKind.INPUT, "x", samples, shape=rows(6)),
-        ProgramStep(1, "double", StepKind.METHOD, "mul", samples, (ResultRef(0), 2), shape=rows(6)),
-        ProgramStep(2, "one", StepKind.MODULE, "one", samples, (ResultRef(1),), shape=rows(16)),
-        ProgramStep(3, "relu", StepKind.METHOD, "relu", samples, (ResultRef(2),), shape=rows(16)),
-        ProgramStep(4, "two", StepKind.MODULE, "two", samples, (ResultRef(3),), shape=rows(4)),
-    )
-    return Program(1, steps, (), ("x",), ResultRef(4))
+def costs_of(model: nn.Module) -> CostReport:
+    made, division = cut(model, (), (torch.zeros(8, 6),), 1)
+    return estimate_costs(made, model, division, (8,))
 
 
 def test_steps_go_with_the_module_whose_result_they_read() -> None:
     model = Two()
-    costs = estimate_costs(whole(), model, divide(model, {}, 1), (8,))
+    costs = costs_of(model)
     work = work_of(costs, model, {}, speeds=WorkerSpeeds(flops=1.0, memory=float("inf")))
     assert [unit.name for unit in work.units] == ["one", "two"]
     assert [task.unit for task in work.tasks] == [EVERYWHERE, 0, 0, 1]
@@ -214,7 +197,7 @@ def test_steps_go_with_the_module_whose_result_they_read() -> None:
 
 def test_a_module_that_stays_with_the_samples_is_no_unit() -> None:
     model = Two()
-    costs = estimate_costs(whole(), model, divide(model, {}, 1), (8,))
+    costs = costs_of(model)
     work = work_of(costs, model, {"one": EVERYWHERE, "two": 1}, measured={"two": (7.0, 9.0)})
     assert [(unit.name, unit.fixed) for unit in work.units] == [("two", 1)]
     assert [task.unit for task in work.tasks] == [EVERYWHERE, EVERYWHERE, EVERYWHERE, 0]

@@ -41,17 +41,21 @@ def net():
     )
 
 
-def test_by_samples_unless_the_user_says_otherwise():
-    assert assigned(net()) == {"0.0": BATCH, "1.0": BATCH, "2": BATCH}
-
-
-def test_a_block_holds_for_all_below_and_the_first_counts():
-    found = assigned(net(), Block(r"^0\.0$", 1), Block("^[01]$", location=1), Block("0", location=0))
-    assert found == {"0.0": FEATURES, "0.1": at(0), "1.0": at(0), "1.1": at(1), "2": BATCH}
-
-
-def test_a_block_finds_a_module_by_its_parameters_names():
-    assert assigned(net(), Block(r"2\.weight", 1))["2"] == FEATURES
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), {"0.0": BATCH, "1.0": BATCH, "2": BATCH}),
+        # A block holds for all below, and the first one counts.
+        (
+            (Block(r"^0\.0$", 1), Block("^[01]$", location=1), Block("0", location=0)),
+            {"0.0": FEATURES, "0.1": at(0), "1.0": at(0), "1.1": at(1), "2": BATCH},
+        ),
+        # A module is found by its parameters' names.
+        ((Block(r"2\.weight", 1),), {"0.0": BATCH, "1.0": BATCH, "2": FEATURES}),
+    ],
+)
+def test_blocks_and_otherwise_by_samples(blocks, expected):
+    assert assigned(net(), *blocks) == expected
 
 
 def test_blocks_count_more_than_tags_and_the_inner_tag_more_than_the_outer():
@@ -91,11 +95,6 @@ def test_without_a_location_the_lightest_takes_it():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64), nn.Linear(64, 8), nn.Linear(8, 8))
     found = assigned(model, Block("^0$", location=0), Block(r"^[123]$", -1))
     assert [found[name] for name in "0123"] == [at(0), at(1), at(0), at(1)]
-
-
-def test_without_a_location_a_module_stays_together():
-    found = assigned(net(), Block("^[01]", -1))
-    assert found["0.0"] == found["0.1"] != found["1.0"] == found["1.1"]
 
 
 def test_parameters_of_other_modules_and_ties():

@@ -1,10 +1,11 @@
 """The cut graph: layouts, what travels, sizes that depend on the batch; and the same without any memory."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
+import split_workers
 import torch
+from split_workers import Block
 from torch import nn
 from torch.nn import functional as f
 from torch.utils.checkpoint import checkpoint
@@ -13,7 +14,6 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.capture.capture_model import capture
 from topotrain.parallel.capture.device_scopes import place, scope
 from topotrain.parallel.placement.assign_modules import Assignment
-from topotrain.parallel.placement.assign_modules import assignments as assign
 from topotrain.parallel.program.build_program import program
 from topotrain.parallel.program.split_program import (
     LocationKind,
@@ -37,15 +37,8 @@ def features(dim):
     return ValueLocation(LocationKind.FEATURE, dim)
 
 
-def block(match, partition_dim=0, location=-1):
-    return SimpleNamespace(match=match, partition_dim=partition_dim, location=location)
-
-
 def cut(model, *args, blocks=(), samples=None, training=True, **kwargs):
-    found = capture(model)
-    job = SimpleNamespace(partition=blocks)
-    count = len(args[0]) if samples is None else samples
-    return program(found, assign(model, job, 2, found), model, args, kwargs, count, 2, training)
+    return split_workers.cut(model, blocks, args, 2, samples, training, **kwargs)[0]
 
 
 def layouts(made):
@@ -62,7 +55,7 @@ def mlp():
 
 
 def test_by_features():
-    made = cut(mlp(), torch.randn(4, 6), blocks=[block("^[02]$", 1)])
+    made = cut(mlp(), torch.randn(4, 6), blocks=[Block("^[02]$", 1)])
     assert layouts(made) == {
         "input_1": BATCH,
         "_0": features(1),
@@ -83,7 +76,7 @@ def test_a_value_travels_once_to_each_layout():
         def forward(self, x):
             return sum(part(x) for part in self.parts)
 
-    made = cut(Fan(), torch.randn(4, 4), blocks=[block("[012]$", location=1)])
+    made = cut(Fan(), torch.randn(4, 4), blocks=[Block("[012]$", location=1)])
     assert [move for move in moves(made) if move[0] == "x"] == [("x", BATCH, at(1))]
     refs = [step.args[0] for step in made.steps if step.kind is StepKind.MODULE]
     assert refs == [ResultRef(0, 0)] * 3 + [ResultRef(0)]
@@ -107,7 +100,7 @@ def test_cnn():
     assert view.args == (ResultRef(view.number - 1), SizeArgument(1, 0), -1) and view.shape == SymbolicShape(
         (0, 36), "float32", 0
     )
-    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[block("conv|norm|fc", 1)])
+    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[Block("conv|norm|fc", 1)])
     assert [step.name for step in made.steps if step.random] == ["drop", "dropout"]
     by_features = [step.name for step in made.steps if step.layout == features(1)]
     assert by_features == ["conv", "norm", "relu", "max_pool2d", "fc"]
@@ -181,7 +174,7 @@ def test_what_cannot_travel_is_said_with_its_line(forward, told):
     if "own share" in told:
         scoped = Asks(lambda self, x: self.fc(x.mean(0)))
     with pytest.raises(ConfigError, match=told) as error:
-        cut(scoped, torch.randn(4, 4), blocks=[block("fc", location=1)])
+        cut(scoped, torch.randn(4, 4), blocks=[Block("fc", location=1)])
     assert error.value.where.startswith(f"{__file__}:")
 
 

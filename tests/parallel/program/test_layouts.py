@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topotrain.parallel.program.layouts import box, even, sizes_of, transfers, within
+from topotrain.parallel.program.layouts import box, sizes_of, transfers, within
 from topotrain.parallel.program.split_program import LayoutEdge, LocationKind, SymbolicShape, ValueLocation
 
 BATCH, WHOLE, SAME = (
@@ -13,25 +13,6 @@ BATCH, WHOLE, SAME = (
     ValueLocation(LocationKind.WHOLE),
     ValueLocation(LocationKind.SAME),
 )
-
-
-def test_even_ranges_follow_one_another():
-    assert even(10, 4) == ((0, 2), (2, 5), (5, 7), (7, 10))
-    assert even(1, 3) == ((0, 0), (0, 0), (0, 1))
-
-
-def test_the_batch_lies_in_the_order_of_workers():
-    shape = SymbolicShape((5, 0), "float32", batch=1, per_sample=3)
-    assert [box(BATCH, k, shape, (2, 0, 1)) for k in range(3)] == [
-        ((0, 5), (0, 6)),
-        ((0, 5), (6, 6)),
-        ((0, 5), (6, 9)),
-    ]
-
-
-def test_features_are_cut_evenly_and_hold_all_samples():
-    shape = SymbolicShape((0, 7), "float32", batch=0)
-    assert box(ValueLocation(LocationKind.FEATURE, dim=1), 1, shape, (2, 2)) == ((0, 4), (3, 7))
 
 
 def test_what_has_no_place_is_an_error():

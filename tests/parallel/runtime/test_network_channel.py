@@ -101,20 +101,6 @@ def hear(exchange, sender, message):
     exchange.handle(sender, message)
 
 
-def test_memory_is_used_again_once_the_other_side_says_that_it_has_read_it():
-    pair, values = Pair(), [torch.full((3000,), float(number)) for number in range(3)]
-    for number, value in enumerate(values):
-        pair.first.send(1, replace(KEY, forward=number), value)
-        if number == 1:
-            pair.second.send(0, KEY, torch.zeros(1))
-    first, second, third = (
-        message.body.data_ptr() for message in pair.said if len(message.sizes) and message.nbytes > 4
-    )
-    assert first != second and third in (first, second)
-    for number, value in enumerate(values):
-        assert torch.equal(pair.second.receive(0, replace(KEY, forward=number))[0], value)
-
-
 def test_a_peer_that_reports_more_read_than_was_sent_is_refused():
     pair = Pair()
     pair.first.send(1, KEY, torch.zeros(3))

@@ -46,15 +46,6 @@ def plan(group: int = 0, groups: int = 1, workers: int = 1, mode: Any = "static"
 # --- the arithmetic --------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 200), st.integers(1, 5), st.integers(0, 40))
-def test_an_epoch_that_goes_on_from_a_snapshot_has_the_figures_of_one_that_never_stopped(batches, groups, rounds):
-    done = ((0, min(batches, rounds * groups)),) if rounds else ()
-    for group in range(groups):
-        own, left = (len(range(group, n, groups)) for n in (batches, batches - min(batches, rounds * groups)))
-        share = EpochShare.of(batches, plan(group, groups), done)
-        assert [share.behind(k) for k in range(1, left + 1)] == [(own - left + k) / own for k in range(1, left + 1)]
-
-
 @given(st.integers(1, 120), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_with_whatever_batches_done_the_share_grows_to_one(batches, groups, workers, rounds, rng):
     cuts = sorted(rng.sample(range(batches + 1), min(6, batches + 1)))

@@ -1,14 +1,6 @@
 """The lease book, asked in every order: each batch is read once, everybody gets on, a group hears one story."""
 
-import random
-from collections import Counter
-from collections.abc import Generator
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from seeds import examples
 
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fail, Message, ProtocolError
@@ -30,102 +22,6 @@ def only(replies: list[tuple[Address, Message]]) -> Lease:
     ((_, reply),) = replies
     assert isinstance(reply, Lease)
     return reply
-
-
-@dataclass
-class World:
-    """Workers as generators, a driver that lets a random one of those that can go on take its next step."""
-
-    book: LeaseQueue
-    rng: random.Random
-    read: dict[int, Counter[tuple[int, int]]] = field(default_factory=dict)  # epoch -> (batch, worker index)
-    stories: dict[Address, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def run(self, scripts: dict[Address, Generator[Message | None, Message | None, None]]) -> None:
-        inbox: dict[Address, Message | None] = dict.fromkeys(scripts)
-        while scripts:
-            ready = sorted(set(inbox) & set(scripts))
-            assert ready, "a deadlock: everybody waits"
-            who = self.rng.choice(ready)
-            try:
-                out = scripts[who].send(inbox.pop(who))
-            except StopIteration:
-                del scripts[who]
-                if not any(other.group == who.group for other in scripts):
-                    self.post(inbox, self.book.group_over(who.group))
-                continue
-            if not isinstance(out, LeaseRequest):
-                inbox[who] = None
-            if out is not None:
-                self.post(inbox, self.book.handle(who, out))
-
-    def post(self, inbox: dict[Address, Message | None], replies: list[tuple[Address, Message]]) -> None:
-        for who, reply in replies:
-            assert isinstance(reply, Lease), reply
-            assert who not in inbox
-            inbox[who] = reply
-
-
-def script(world: World, who: Address, totals: list[int], known: bool, leave: list[int | None], ahead: int):
-    """Read `totals[e]` batches per epoch, `leave[e]` of them at most; prefetch `ahead` batches as a loader does."""
-    story = world.stories.setdefault(who, [])
-    for epoch, total in enumerate(totals):
-        seen = world.read.setdefault(epoch, Counter())
-        consumed, ordinal, passed, stated = 0, 0, 0, total if known else -1
-        queue: list[tuple[int, int, bool]] = []  # lease, batch, the lease's last
-        while True:
-            while len(queue) <= ahead:
-                reply = yield LeaseRequest(epoch, ordinal, stated, 7, passed, False)
-                if reply.last <= reply.first:
-                    break
-                batches = range(reply.first, min(reply.last, total))
-                queue += [(ordinal, b, b == batches[-1]) for b in batches]
-                ordinal += 1
-                if reply.last > total:
-                    stated = total
-                if not queue:
-                    passed = ordinal
-            if not queue:
-                passed = ordinal
-                reply = yield LeaseRequest(epoch, ordinal, total, 7, passed, True)
-                if reply.last < 0:
-                    break
-                queue = [(ordinal, b, b == min(reply.last, total) - 1) for b in range(reply.first, reply.last)]
-                queue = [entry for entry in queue if entry[1] < total]
-                ordinal += 1
-                continue
-            if consumed == leave[epoch]:
-                yield LeaseRelease(epoch, queue[0][0], queue[0][1])
-                break
-            lease, batch, last = queue.pop(0)
-            seen[batch, who.index] += 1
-            story.append((epoch, batch))
-            consumed += 1
-            passed = lease + last
-            yield None
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    st.integers(1, 4),
-    st.integers(1, 3),
-    st.lists(st.integers(0, 70), min_size=1, max_size=3),
-    st.booleans(),
-    st.integers(0, 5),
-    st.data(),
-    st.integers(0, 2**32),
-)
-def test_every_batch_is_read_once_and_no_worker_waits_for_ever(groups, workers, totals, known, ahead, data, seed):
-    # Group 0 stays, so that what others leave behind is always taken up.
-    leave = {g: [data.draw(st.none() | st.integers(0, 9)) if g else None for _ in totals] for g in range(groups)}
-    world = World(LeaseQueue(groups, workers), random.Random(seed))
-    everybody = [worker(g, i) for g in range(groups) for i in range(workers)]
-    world.run({who: script(world, who, totals, known, leave[who.group], ahead) for who in everybody})
-    for epoch, total in enumerate(totals):
-        assert world.read[epoch] == Counter((b, i) for b in range(total) for i in range(workers))
-    for who in everybody:
-        assert world.stories[who] == world.stories[worker(who.group)]
-    assert world.book.open_epochs == ()
 
 
 def test_lengths_shrink_towards_the_end_and_a_slow_group_reads_fewer_batches():

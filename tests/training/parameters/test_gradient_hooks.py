@@ -64,30 +64,27 @@ def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
 
     monkeypatch.setattr(mean_path, "same_bits", counted)
 
-    def build(layers):
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
-        return model, sgd(model)
+    def job(layers, edits=()):
+        def build():
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+            return model, sgd(model)
 
-    def script(t, edits=()):
-        for _ in range(2):
-            t.optimizer.zero_grad()
-            t.backward(t.losses(lambda m, x: m(x).pow(2).mean(), torch.ones(6, 4)))
-            norm = sum(p.grad.sum() for p in t.model.parameters())  # a look that changes nothing
-            assert norm.isfinite()
-            for index in edits:
-                list(t.model.parameters())[index].grad.mul_(0.5)
-            t.optimizer.step()
+        def script(t):
+            for _ in range(2):
+                t.optimizer.zero_grad()
+                t.backward(t.losses(lambda m, x: m(x).pow(2).mean(), torch.ones(6, 4)))
+                assert sum(p.grad.sum() for p in t.model.parameters()).isfinite()  # a look that changes nothing
+                for index in edits:
+                    list(t.model.parameters())[index].grad.mul_(0.5)
+                t.optimizer.step()
 
-    counts = []
-    for layers in (4, 20):
         looks.clear()
-        run_local(job_of(), lambda n=layers: build(n), script)
-        counts.append(len(looks))
-    assert counts[0] == counts[1] > 0
-    # An edit is found, and only where there is one are single parameters looked at.
-    edited = run_local(job_of(), lambda: build(20), lambda t: script(t, (7,)))
-    assert edited.distance(plain(lambda: build(20), lambda t: script(t, (7,)))) < 1e-5
-    assert min(looks) == 4
+        assert run_local(job_of(), build, script).distance(plain(build, script)) < 1e-5
+        return [*looks]
+
+    assert len(job(4)) == len(job(20)) > 0
+    # Only where there is an edit are single parameters looked at.
+    assert min(job(20, (7,))) == 4
 
 
 def test_grad_keeps_shape_strides_and_dtype():
@@ -327,15 +324,3 @@ def test_after_many_backwards_that_raised_the_last_gradient_still_counts():
             at = segment.start + piece.lo - segment.lo
             body = by_bucket[bucket.id][-1][4][bucket.place(piece)]
             assert torch.equal(body, gradient[at : at + piece.hi - piece.lo])
-
-
-def test_a_lazy_path_pushes_only_at_the_step():
-    model = mlp()
-    path, sent, _ = path_of(model, eager=False)
-    for _ in range(2):
-        backward(model)
-        assert sent.take() == []
-        path.at_step(0)
-        assert len(sent.take()) == 1
-        path.after_step()
-        model.zero_grad()

@@ -1,7 +1,6 @@
 """`pull: kLazy`: the same values, waited for by whoever needs them first; clear errors where it cannot work."""
 
 import pytest
-import torch
 from in_process_job import (
     Cnn,
     adam,
@@ -46,17 +45,3 @@ def test_a_gradient_that_is_written_over_too_early_is_an_error():
 
     with pytest.raises(RuntimeError, match="changed after step"):
         run_local(job_of(**LAZY), building(), script)
-
-
-def test_a_state_dict_waits_for_all_values():
-    seen = []
-
-    def script(trainer):
-        for batch in vectors(3):
-            trainer.backward(trainer.losses(cross_entropy, *batch))
-            trainer.optimizer.step()
-            seen.append({name: value.clone() for name, value in trainer.model.state_dict().items()})
-            trainer.optimizer.zero_grad()
-
-    result = run_local(job_of("one", **LAZY), building(), script)
-    assert all(torch.equal(value, result.values[name]) for name, value in seen[-1].items())

@@ -445,18 +445,12 @@ def test_an_error_in_a_step_names_the_worker_and_the_line_and_frees_the_cluster(
 
 
 def test_a_description_that_is_refused_leaves_the_session_alive(cluster):
-    model, optimizer = made(Mlp)
-    with tt.Session(cluster.target()) as session:
-        session.run(tt.train.minimize(model, optimizer), *batches(6)[0])
-        with pytest.raises(ConfigError, match=r"os\.system"):
-            session._ask({"do": "learn", "number": 99, "description": node(function="os.system"), "loss": False})
-        session.run(model, *batches(6)[0])
-
-
-def test_a_description_that_is_too_large_leaves_the_session_alive(cluster):
+    """One that no task takes, and one that is too large."""
     model = Does(lambda m, x: {"sum": m.a(x).sum(), "text": "x" * (MAX_BODY if len(x) > 4 else 1)})
     with tt.Session(cluster.target()) as session:
         session.run(model, torch.ones(4, 6))
+        with pytest.raises(ConfigError, match=r"os\.system"):
+            session._ask({"do": "learn", "number": 99, "description": node(function="os.system"), "loss": False})
         with pytest.raises(ConfigError, match="a description may have"):
             session.run(model, torch.ones(5, 6))
         assert session.run(model, torch.ones(4, 6))["text"] == "x"
@@ -511,36 +505,24 @@ def test_a_stranger_that_has_the_token_and_sends_nonsense_disturbs_no_session(cl
     trained(cluster.target(), Mlp, (4,))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        (lambda model, optimizer: optimizer.state.update({model.b.weight: {"a": 1}}), "has taken steps already"),
-        (lambda model, optimizer: model.double(), ""),
-    ],
-)
-def test_what_a_session_takes(cluster, spoil, words):
+def test_what_a_session_takes(cluster):
+    """A model of any dtype and its optimizer, before their first step; and only these."""
+    (batch,), other = batches(4), Mlp()
     model, optimizer = made(Mlp)
-    spoil(model, optimizer)
-    (x, y), *_ = batches(4)
+    model.double()
     with tt.Session(cluster.target()) as session:
-        run = lambda: session.run(tt.train.minimize(model, optimizer), x.to(model.b.weight.dtype), y)  # noqa: E731
-        if not words:
-            assert run().dtype is torch.float64
-            return
-        with pytest.raises(ConfigError, match=words):
-            run()
-
-
-def test_one_model_and_one_optimizer_for_a_session(cluster):
-    model, optimizer = made(Mlp)
-    with tt.Session(cluster.target()) as session:
-        session.run(tt.train.minimize(model, optimizer), *batches(4)[0])
+        train_op = tt.train.minimize(model, optimizer)
+        assert session.run(train_op, batch[0].double(), batch[1]).dtype is torch.float64
         with pytest.raises(ConfigError, match="one for each session"):
-            session.run(made(Mlp)[0], *batches(4)[0])
+            session.run(other, *batch)
         with pytest.raises(ConfigError, match="has one optimizer"):
-            session.run(tt.train.minimize(model, torch.optim.SGD(model.parameters(), lr=1.0)), *batches(4)[0])
+            session.run(tt.train.minimize(model, torch.optim.SGD(model.parameters(), lr=1.0)), *batch)
         with pytest.raises(ConfigError, match="must be a model"):
             session.run("loss")
+    model, optimizer = made(Mlp)
+    optimizer.state[model.b.weight] = {"a": 1}
+    with tt.Session(cluster.target()) as session, pytest.raises(ConfigError, match="has taken steps already"):
+        session.run(tt.train.minimize(model, optimizer), *batch)
     with pytest.raises(ConfigError, match="minimize"):
         tt.train.minimize(model, "sgd")
 
