@@ -13,7 +13,7 @@ from topotrain.config.topology import Topology, layout
 from topotrain.core import events
 from topotrain.core.events import Event, StepDone
 from topotrain.tools.monitor.job_report import Report
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_history import HistoryReader, JobHistory
 from topotrain.tools.recording.job_recorder import JobRecorder, header_of
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent, from_line
 
@@ -28,9 +28,9 @@ def job_of(folder: Path | str = "work", **fields: Any) -> Job:
     return Job(name="digits", cluster=Cluster(workspace=str(folder), **{**usual, **fields}))
 
 
-def recorder_of(job: Job, resumed: bool = False, detailed: bool = False) -> JobRecorder:
+def recorder_of(job: Job, resumed: bool = False, exports: HistoryReader | None = None) -> JobRecorder:
     """The recorder of a job that this process leads from its start on."""
-    made = JobRecorder(detailed)
+    made = JobRecorder(exports)
     made.begin(job, layout(job.cluster))
     made.lead(resumed, ())
     return made

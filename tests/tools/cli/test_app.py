@@ -19,18 +19,15 @@ import typer.main
 from reference_tables import with_tables
 from soak_cases import soaked
 
-from tests.support.recorded_jobs import job_of
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter
-from topotrain.config.topology import Topology, layout
+from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Failed, Finished, Incident, Metrics, Output, Started, StepDone
 from topotrain.launch import EventListener, JobOutcome
 from topotrain.launch.launchers import LAUNCHERS
 from topotrain.tools.cli import app
 from topotrain.tools.cli.command_line import PRESENT
-from topotrain.tools.cli.unit import _Window
 from topotrain.tools.monitor import job_report
-from topotrain.tools.recording.job_recorder import JobRecorder
 from topotrain.tools.replay.decision_file import DecisionFile
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference.md"
@@ -636,14 +633,6 @@ def test_what_is_no_port_is_told_what_is_one(ask: Ask, here: Path) -> None:
             code, _, err = ask(*words)
             assert code == 2
             assert f"{port!r} is no port: it must be a number from 0 to 65535" in " ".join(err.split())
-
-
-def test_a_unit_logs_the_events_of_its_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = job_of(tmp_path)
-    topology, window = layout(job.cluster), _Window(0, True, False, JobRecorder())
-    with window.watching(job, topology) as (listener, _):
-        listener(Incident(0, "worker 0/1", "was killed", "its group restarts", 1.0))
-    assert ("topotrain", 30, "worker 0/1: was killed; its group restarts") in caplog.record_tuples
 
 
 def test_a_launch_on_this_machine_has_exports_and_says_once_that_there_is_no_snapshot(

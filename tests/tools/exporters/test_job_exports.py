@@ -73,12 +73,8 @@ class Exported:
     def __init__(self, folder: Path, *logs: str, metrics: str = "", resumed: bool = False, **fields: int) -> None:
         cluster = Cluster(server_worker_separate=True, workspace=str(folder), **(fields or {"nworker_groups": 2}))
         job = Job(name="digits", cluster=cluster)
-        self.exports, self.recorder = JobExports(job, logs, metrics, {}), recorder_of(job, resumed, detailed=True)
-        self.exports.follow(self.recorder)
-
-    def end(self, code: int) -> None:
-        self.recorder.end(code)
-        self.exports.end(code)
+        self.exports = JobExports(job, logs, metrics, {})
+        self.recorder = recorder_of(job, resumed, self.exports)
 
     def close(self) -> None:
         self.exports.close()
@@ -89,7 +85,7 @@ def run(made: Exported, given: list[Event], code: int = 0) -> list[Notice]:
     with closing(made), ended_after(60):
         for event in given:
             made.recorder(event)
-        made.end(code)
+        made.recorder.end(code)
         return made.exports.notices()
 
 
@@ -201,7 +197,7 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
         while not (path.exists() and '"step": 1000' in path.read_text()):
             time.sleep(0.01)
         GO.set()
-        made.end(3)
+        made.recorder.end(3)
         assert made.exports.notices() == [] and not (tmp_path / "job" / "curves.jsonl").exists()
     steps = [call[1] for call in CALLS if call[0] == "log" and "loss/worker 0/0" in call[2]]
     # The tracker gets what is left of the curve: its beginning, each n-th point, and the last ones.
@@ -224,7 +220,7 @@ def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
         while 'topotrain_worker_steps_total{group="0",process="worker 0/0"} 12.0' not in text:
             with urllib.request.urlopen(made.exports.url, timeout=10) as answer:
                 text = answer.read().decode()
-        made.end(0)
+        made.recorder.end(0)
         assert made.exports.notices() == []
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(made.exports.url, timeout=10)

@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_jobs import history, job_of, read_recording, recorder_of, step
+from tests.support.recorded_jobs import history, job_of, read_recording, recorder_of, report_of, step
 from topotrain.config.topology import layout
 from topotrain.core import events
+from topotrain.tools.monitor.job_monitor import JobMonitor
+from topotrain.tools.monitor.progress_display import QuietProgress
+from topotrain.tools.monitor.terminal import console
 from topotrain.tools.recording.job_recorder import JobRecorder
 from topotrain.tools.recording.recording_file import FILE
 
@@ -60,7 +63,7 @@ def test_a_unit_records_when_it_leads(tmp_path: Path) -> None:
     leads.lead(False, ("north", "south", "east", "west", "x"))
     leads.begin(job, layout(job.cluster))
     leads(step(number=5))
-    leads.end(None)
+    leads.end(143)
     # Elected after the other one was lost: it goes on in the same file, where the workspace is shared.
     follows.lead(True, ("north", "south", "east", "west", "x"))
     follows.lead(True, ())
@@ -98,3 +101,9 @@ def test_a_disk_that_cannot_be_written_is_a_notice(tmp_path: Path) -> None:
         (notice,) = made.notices()
         assert notice.who == "launcher" and "the job continues" in notice.text
         assert not made.notices()
+
+
+def test_what_follows_a_job_logs_its_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shown = QuietProgress(report_of(layout(job_of(tmp_path).cluster)), console())
+    JobMonitor(shown, JobRecorder())(events.Incident(0, "worker 0/1", "was killed", "its group restarts", 1.0))
+    assert ("topotrain", 30, "worker 0/1: was killed; its group restarts") in caplog.record_tuples

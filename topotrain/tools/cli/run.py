@@ -96,7 +96,7 @@ def run(
         recording = None if record is None else _recording(job, topology, bool(snapshot), record)
         job = job if recording is None else recording.job
         exports = stack.enter_context(arguments.exports_of(job, logs, metrics))
-        recorder = JobRecorder(detailed=exports is not None)
+        recorder = JobRecorder(exports)
         stack.enter_context(watched(watch_port, watch_host, job.workspace, recorder))
         step = profile_step or (WARM_STEP if profile else 0)
         result = train(
@@ -108,7 +108,6 @@ def run(
             profile=step,
             resume=snapshot,
             recorder=recorder,
-            exports=exports,
             folder=recording,
         )
         show(result, quiet, as_json, report)

@@ -7,7 +7,6 @@ unit 0, unless it was lost. The others print on stderr that they have started, a
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,9 +23,7 @@ if TYPE_CHECKING:
     from topotrain.config.topology import Topology
     from topotrain.launch.console_output import ConsoleOutput
     from topotrain.launch.multinode.node import NodeResult
-    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_monitor import JobMonitor
-    from topotrain.tools.recording.job_recorder import JobRecorder
 
 
 def unit(
@@ -98,48 +95,36 @@ def unit(
         # It loads torch while this process loads its own modules, and meets the other units.
         shared = None if forkserver else join(start.scope(os.environ))
         from topotrain.launch.multinode.node import Node
-        from topotrain.tools.monitor.job_monitor import rendezvous_notice
+        from topotrain.tools.monitor.job_monitor import JobMonitor, rendezvous_notice
+        from topotrain.tools.monitor.job_report import Report
         from topotrain.tools.recording.job_recorder import JobRecorder
 
-        recorder = stack.enter_context(JobRecorder(detailed=exports is not None))
-        window = _Window(start.rank, quiet, as_json, recorder, exports)
+        recorder = stack.enter_context(JobRecorder(exports))
+        monitor: JobMonitor | None = None
+
+        @contextmanager
+        def watching(job: Job, topology: "Topology") -> "Iterator[tuple[JobMonitor, ConsoleOutput]]":
+            """See `node.Watching`."""
+            nonlocal monitor
+            recorder.begin(job, topology)
+            if start.rank:
+                here = topology.units[start.rank]
+                where = ", ".join(map(str, (*here.workers, *here.servers)))
+                say(f"unit {start.rank} of {len(topology.units)}: {where}")
+            with display(Report(job, topology), quiet, as_json, start.rank > 0) as (shown, outlet):
+                monitor = JobMonitor(shown, recorder)
+                yield monitor, outlet
+
         notice = rendezvous_notice(start.rank, start.nprocs)
-        node = Node(start, job, window.watching, forkserver=forkserver, notice=notice, shared=shared, watch=recorder)
+        node = Node(start, job, watching, forkserver=forkserver, notice=notice, shared=shared, watch=recorder)
         try:
             ended = node.run()
         except StoreError as error:
             raise CommandFailed(str(error)) from None
-        if window.monitor is not None:
-            window.monitor.end(ended.outcome.code)
-        _print_end(ended, window.monitor, report, as_json, quiet)
+        if monitor is not None:
+            monitor.end(ended.outcome.code)
+        _print_end(ended, monitor, report, as_json, quiet)
         raise Exit(ended.outcome.code)
-
-
-@dataclass(slots=True)
-class _Window:
-    """What follows a unit while it runs; only a unit that leads records and exports."""
-
-    rank: int
-    quiet: bool
-    as_json: bool
-    recorder: "JobRecorder"
-    exports: "JobExports | None" = None
-    monitor: "JobMonitor | None" = None
-
-    @contextmanager
-    def watching(self, job: Job, topology: "Topology") -> "Iterator[tuple[JobMonitor, ConsoleOutput]]":
-        """See `node.Watching`."""
-        from topotrain.tools.monitor.job_monitor import JobMonitor
-        from topotrain.tools.monitor.job_report import Report
-
-        self.recorder.begin(job, topology)
-        if self.rank:
-            here = topology.units[self.rank]
-            where = ", ".join(map(str, (*here.workers, *here.servers)))
-            say(f"unit {self.rank} of {len(topology.units)}: {where}")
-        with display(Report(job, topology), self.quiet, self.as_json, self.rank > 0) as (shown, outlet):
-            self.monitor = JobMonitor(shown, self.recorder, self.exports)
-            yield self.monitor, outlet
 
 
 def _print_end(

@@ -1,7 +1,6 @@
 """The one listener of a job's events in its launcher, and the notice of a unit that waits for others."""
 
 import sys
-from typing import TYPE_CHECKING
 
 from topotrain.core.events import Event, Saved
 from topotrain.launch import EventListener
@@ -12,33 +11,20 @@ from topotrain.tools.monitor.progress_display import QuietProgress
 from topotrain.tools.monitor.terminal import ProgressLine, redraws
 from topotrain.tools.recording.job_recorder import JobRecorder
 
-if TYPE_CHECKING:
-    from topotrain.tools.exporters.job_exports import JobExports
-
 
 class JobMonitor:
-    """Passes each event of a job, and each notice of its followers, to all of them.
+    """Passes each event of a job, and each notice of its recorder, to all that follow it.
 
     Args:
         display: has the report.
         recorder: keeps the history.
-        exports: read the history.
         listener: also receives every event.
     """
 
-    def __init__(
-        self,
-        display: QuietProgress,
-        recorder: JobRecorder,
-        exports: "JobExports | None" = None,
-        listener: EventListener | None = None,
-    ) -> None:
-        self._display, self._recorder = display, recorder
-        self._exports, self._listener = exports, listener
+    def __init__(self, display: QuietProgress, recorder: JobRecorder, listener: EventListener | None = None) -> None:
+        self._display, self._recorder, self._listener = display, recorder, listener
         self.saved: Saved | None = None
         """The last snapshot."""
-        if exports is not None:
-            exports.follow(recorder)
 
     @property
     def report(self) -> Report:
@@ -47,16 +33,13 @@ class JobMonitor:
     def end(self, code: int) -> None:
         """Let the recording and the exports write what is left."""
         self._recorder.end(code)
-        if self._exports is not None:
-            self._exports.end(code)
-            for notice in self._exports.notices():
-                self._display(notice)
+        for notice in self._recorder.notices():
+            self._display(notice)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Saved):
             self.saved = event
-        exported = () if self._exports is None else self._exports.notices()
-        for each in (event, *self._recorder.notices(), *exported):
+        for each in (event, *self._recorder.notices()):
             record(each)
             self._display(each)
             self._recorder(each)

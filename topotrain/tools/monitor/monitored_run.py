@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from topotrain.launch import EventListener
     from topotrain.launch.agent.workspace import RunFolder
     from topotrain.launch.console_output import ConsoleOutput
-    from topotrain.tools.exporters.job_exports import JobExports
     from topotrain.tools.monitor.job_report import JobResult, Report
     from topotrain.tools.monitor.progress_display import QuietProgress
     from topotrain.tools.recording.job_recorder import JobRecorder
@@ -34,7 +33,6 @@ def train(
     profile: int = 0,  # the step to profile; 0: none
     resume: str | None = None,  # the folder of a snapshot; "": none; None: as the job says
     recorder: "JobRecorder | None" = None,  # of this job; None: of its own
-    exports: "JobExports | None" = None,  # for other tools
     folder: "RunFolder | None" = None,  # fills the run directory of each start
 ) -> "JobResult":
     from topotrain.launch.shared_forkserver import for_one_job
@@ -53,11 +51,11 @@ def train(
         topology = with_loopback(topology)
         resume = asked_for(job, Path(job.workspace)) if resume is None else resume
         report = Report(job, topology)
-        recorder = stack.enter_context(recorder or JobRecorder(detailed=exports is not None))
+        recorder = stack.enter_context(recorder or JobRecorder())
         window, outlet = stack.enter_context(display(report, quiet, as_json))
         recorder.begin(job, topology)
         recorder.lead(bool(resume), ())
-        monitor = JobMonitor(window, recorder, exports, listener)
+        monitor = JobMonitor(window, recorder, listener)
         launcher = LocalLauncher(
             forkserver=forkserver,
             shared=shared,

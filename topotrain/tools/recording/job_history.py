@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Protocol
 
-from topotrain.core.events import Event, Serving, Slices, Started, StepDone, Tested
+from topotrain.core.events import Event, Notice, Serving, Slices, Started, StepDone, Tested
 from topotrain.tools.recording.event_stories import EventStories
 from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
 from topotrain.tools.recording.job_summary import JobCurves, JobFigures
@@ -38,6 +38,22 @@ class HistorySource(Protocol):
 
     def read(self) -> "JobHistory":
         """Return the history up to now; it may have no job yet. Raises ConfigError."""
+        ...
+
+
+class HistoryReader(Protocol):
+    """Reads the history of a job while it runs, on threads of its own."""
+
+    def follow(self, source: HistorySource) -> None:
+        """Read a history from the first event of its job on."""
+        ...
+
+    def notices(self) -> list[Notice]:
+        """Return what the user should know, once."""
+        ...
+
+    def end(self, code: int) -> None:
+        """Read what is left of a complete history; code: of the job."""
         ...
 
 

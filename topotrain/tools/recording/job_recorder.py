@@ -13,7 +13,7 @@ from topotrain.config.topology import Topology
 from topotrain.core.events import Event, Notice, Notifier, Resized
 from topotrain.launch import JobWatch
 from topotrain.launch.recovery.resize import resized_layout
-from topotrain.tools.recording.job_history import JobHistory
+from topotrain.tools.recording.job_history import HistoryReader, JobHistory
 from topotrain.tools.recording.job_summary import compacted
 from topotrain.tools.recording.recorded_lines import RecordingHeader, layout_data
 from topotrain.tools.recording.recording_file import FILE, RecordingWriter
@@ -55,11 +55,11 @@ class JobRecorder(JobWatch, Notifier):
     As a context manager it ends the recording of a job that has ended by an exception.
 
     Args:
-        detailed: the history gets all samples, for the curves of exports.
+        exports: read the history, which has all samples then.
     """
 
-    def __init__(self, detailed: bool = False) -> None:
-        self._detailed = detailed
+    def __init__(self, exports: HistoryReader | None = None) -> None:
+        self._exports = exports
         self._job: Job | None = None
         self._topology: Topology | None = None
         self._led: tuple[bool, Sequence[str]] | None = None
@@ -78,6 +78,8 @@ class JobRecorder(JobWatch, Notifier):
         """Name the job; it is recorded if this process leads it."""
         self._topology, self._job = topology, job  # in this order: another thread looks at the job first
         self._open()
+        if self._exports is not None:
+            self._exports.follow(self)
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
         # A job that was begun before is recorded behind its earlier start.
@@ -89,7 +91,7 @@ class JobRecorder(JobWatch, Notifier):
             if self._writer is None and self._job is not None and self._led is not None:
                 # Absolute: the program of a notebook may change the folder.
                 path, self._started = Path(self._job.workspace).absolute() / FILE, time.time()
-                self._writer = RecordingWriter(path, self._header(), time.monotonic, self, self._detailed)
+                self._writer = RecordingWriter(path, self._header(), time.monotonic, self, self._exports is not None)
 
     def _header(self) -> RecordingHeader:
         assert self._job is not None
@@ -109,7 +111,7 @@ class JobRecorder(JobWatch, Notifier):
     def notices(self) -> Sequence[Notice]:
         """Return what the user must know, once."""
         found, self._notices = self._notices, []
-        return found
+        return found if self._exports is None else [*found, *self._exports.notices()]
 
     def notify(self, text: str) -> None:
         # On the thread of the writer; the launcher's takes it.
@@ -121,13 +123,18 @@ class JobRecorder(JobWatch, Notifier):
         history = self.read()
         return compacted(history.summary(), SUMMARY_BYTES) if history.has_job else None
 
-    def end(self, code: int | None) -> None:
-        """Record how the job has ended; None: unknown. A second call does nothing."""
+    def end(self, code: int) -> None:
+        """Record how the job has ended, and let the exports write what is left."""
+        self._close(code)
+        if self._exports is not None:
+            self._exports.end(code)
+
+    def _close(self, code: int | None) -> None:
         if self._writer is not None:
-            self._writer.close(code)
+            self._writer.close(code)  # a second call does nothing
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.end(None)
+        self._close(None)
