@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from types import MethodType
-from typing import Protocol
 
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, Topology, layout
@@ -391,27 +390,9 @@ def frozen(value: object) -> object:
     return (type(value).__name__, *(frozen(v) for k, v in sorted(vars(value).items()) if k not in _SKIPPED))
 
 
-class SearchState(Protocol):
-    """A state of a job, and what can happen next."""
-
-    def actions(self) -> list[tuple[str, object]]: ...
-
-    def act(self, kind: str, what: object) -> None: ...
-
-    def check_end(self) -> None: ...
-
-    def copy(self) -> "SearchState": ...
-
-    def key(self) -> object: ...
-
-
 def search(scope: Scope, most: int) -> tuple[int, int]:
     """(states, ends) of all that can happen. Raises AssertionError for a wrong one, or where there are too many."""
-    return search_from(JobState(scope), most)
-
-
-def search_from(start: "SearchState", most: int) -> tuple[int, int]:
-    """As `search`, from any state."""
+    start = JobState(scope)
     seen, stack, ends = {hash(start.key())}, [start], 0
     while stack:
         state = stack.pop()

@@ -21,6 +21,7 @@ from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
+from topotrain.core.client.client import StepOutcome
 from topotrain.core.model.schema import FlatBuffers, PrivateMemory
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
@@ -80,23 +81,50 @@ class ScriptedCluster(faulty_cluster.FaultyCluster):
         self.sim.run()
         return self
 
-    def train(self, steps: int, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Make steps of whole numbers times a scale; return (start, sum of all gradients, what worker (0,0) got)."""
-        pushed, final = list[list[torch.Tensor]](), list[torch.Tensor]()
+    def train(
+        self,
+        steps: int = 3,
+        start: float = 5.0,
+        scale: float = 1.0,
+        pauses: Sequence[float] = (0.01,),
+        outcomes: dict[tuple[int, int], StepOutcome] | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A job of whole numbers times a scale; returns (start less all gradients, what worker (0,0) got at the end).
+
+        pauses: a worker computes for up to one of these seconds. outcomes: filled with those of each group's step.
+        """
+        pushed: dict[tuple[int, int], list[list[torch.Tensor]]] = {}
+        final: list[torch.Tensor] = []
+        read: dict[tuple[int, int], list[torch.Tensor]] = {}
+        seed = f"seed {self.sim.seed}"
 
         def script(worker: ScriptedWorker) -> None:
-            worker.open(7 * scale)
-            for _ in range(steps):
-                worker.sleep(0.0, 0.01)
-                pushed.append(worker.numbers(scale=scale))
-                worker.step(pushed[-1])
+            worker.open(start)
+            for step in range(steps):
+                key = worker.me.group, step
+                moment = read.setdefault(key, worker.values())
+                assert same(moment, worker.values()), f"{seed}: replicas of one group differ"
+                gradient = worker.numbers(scale=scale)
+                pushed.setdefault(key, []).append(gradient)
+                worker.sleep(0.0, self.random.choice(pauses))
+                assert same(moment, worker.values()), f"{seed}: parameters changed outside of a step"
+                if worker.visible:
+                    mean = worker.backward(gradient)
+                    assert len(pushed[key]) == worker.client.channel.group_size, "a mean without a worker's gradient"
+                    assert same(mean, total(pushed[key])), f"{seed}: a sum that is not the group's own"
+                else:
+                    worker.push(gradient)
+                outcome = worker.commit()
+                if outcomes is not None:
+                    outcomes[key] = outcome
             worker.finish()
             if worker.me == self.workers[0]:
                 worker.client.values.fetch_final()
                 final.extend(worker.values())
 
         self.play(script)
-        return [torch.full_like(part, 7 * scale) for part in total(pushed)], total(pushed), final
+        everything = total([gradient for group in pushed.values() for gradient in group])
+        return [start - part for part in everything], final
 
     def values(self, group: int = 0) -> list[torch.Tensor]:
         """The values that the servers of a group hold, one tensor per parameter."""

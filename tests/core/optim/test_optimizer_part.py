@@ -36,7 +36,8 @@ OPTIONS: Mapping[str, Sequence[dict[str, Any]]] = {
     "Rprop": ({},),
 }
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
-DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+SHORT = (torch.bfloat16, torch.float16)
 
 
 class Flat:
@@ -83,15 +84,15 @@ class Plan:
 def plans(draw: st.DrawFn, name: str) -> Plan:
     dtype = draw(st.sampled_from(DTYPES))
     kernels: list[dict[str, Any]] = [{}, {"foreach": False}]
-    # In bfloat16 the bits of torch's SGD with foreach depend on the other tensors of the call.
-    if dtype is not torch.bfloat16:
+    # In short floats the bits of torch's SGD with foreach depend on the other tensors of the call.
+    if dtype not in SHORT:
         kernels.append({"foreach": True})
-    # A script may not name torch's fused SGD in bfloat16, which is wrong on some machines (`kernel_choice`).
-    if name in FUSED and (name, dtype) != ("SGD", torch.bfloat16):
+    # A script may not name torch's fused SGD in short floats, which is wrong on some machines (`kernel_choice`).
+    if name in FUSED and not dtype.is_complex and not (name == "SGD" and dtype in SHORT):
         kernels.append({"fused": True})
-    # 0 stands for a tensor without dimensions. In bfloat16 torch computes with float32 numbers there, and a slice has
-    # one dimension.
-    least = 0 if dtype is not torch.bfloat16 else 1
+    # 0 stands for a tensor without dimensions. In short floats torch computes with float32 numbers there, and a slice
+    # has one dimension.
+    least = 0 if dtype not in SHORT else 1
     sizes = draw(
         st.lists(st.integers(least, 40) | st.sampled_from([48, 63, 64, 65, 128, 160, 193]), min_size=1, max_size=7)
     )
@@ -136,7 +137,8 @@ def test_the_bits_are_those_of_torch_on_whole_tensors(name: str, data: st.DataOb
     chance = torch.Generator().manual_seed(sum(plan.sizes))
 
     def draw(size: int) -> torch.Tensor:
-        return torch.randn((size,) if size else (), generator=chance, dtype=torch.float64).to(plan.dtype)
+        exact = torch.complex128 if plan.dtype.is_complex else torch.float64
+        return torch.randn((size,) if size else (), generator=chance, dtype=exact).to(plan.dtype)
 
     whole = [torch.nn.Parameter(draw(size)) for size in plan.sizes]
     numbers = sorted(set(plan.groups))

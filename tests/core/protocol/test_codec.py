@@ -60,30 +60,32 @@ def test_a_shortened_or_lengthened_message_is_refused(message, data):
         m.decode(kind, meta + b"x")
 
 
-def test_the_length_of_a_field_is_not_believed():
-    kind, meta = m.encode(m.SchemaPart(part=0, parts=1, text="x"))
-    with pytest.raises(m.ProtocolError, match="cut short"):
-        m.decode(kind, meta[:-5] + struct.pack("<I", 2**32 - 1) + b"x")
+PART, DRAWN = m.SchemaPart(part=0, parts=1, text="x"), DrawnBatches(0, 0, end=True, sizes=(), indices=())
 
 
-def test_text_must_be_utf8():
-    kind, meta = m.encode(m.SchemaPart(part=0, parts=1, text="x"))
-    with pytest.raises(m.ProtocolError, match="UTF-8"):
-        m.decode(kind, meta[:-1] + b"\xff")
+@pytest.mark.parametrize(
+    ("message", "damaged", "words"),
+    [
+        (PART, lambda meta: meta[:-5] + struct.pack("<I", 2**32 - 1) + b"x", "cut short"),
+        (PART, lambda meta: meta[:-1] + b"\xff", "UTF-8"),
+        (DRAWN, lambda meta: meta[:-8] + struct.pack("<I", 3) + b"abc" + meta[-4:], "list of integers"),
+    ],
+)
+def test_the_length_of_a_field_and_its_content_are_not_believed(message, damaged, words):
+    kind, meta = m.encode(message)
+    with pytest.raises(m.ProtocolError, match=words):
+        m.decode(kind, damaged(meta))
 
 
-def test_integers_come_whole():
-    kind, meta = m.encode(DrawnBatches(epoch=0, chunk=0, end=True, sizes=(), indices=()))
-    with pytest.raises(m.ProtocolError, match="list of integers"):
-        m.decode(kind, meta[:-8] + struct.pack("<I", 3) + b"abc" + meta[-4:])
+def test_messages_without_a_number_and_of_too_many_bytes_are_refused():
+    @dataclass(frozen=True, slots=True)
+    class Unregistered(m.Message):
+        round: int
 
-
-def test_unknown_type_is_refused():
     with pytest.raises(m.ProtocolError, match="unknown message type 9999"):
         m.decode(9999, b"")
-
-
-def test_too_many_fields_are_refused_where_they_are_made():
+    with pytest.raises(m.ProtocolError, match="Unregistered is not a registered message"):
+        m.encode(Unregistered(1))
     with pytest.raises(m.ProtocolError, match="limit is 65536"):
         m.encode(m.SchemaPart(part=0, parts=1, text="x" * m.MAX_META))
 
@@ -134,15 +136,6 @@ def test_a_number_that_another_message_has_is_refused_by_name():
             pass
 
     assert m.kind_of(3) is m.Fetch
-
-
-def test_a_message_without_a_number_is_not_sent():
-    @dataclass(frozen=True, slots=True)
-    class Unregistered(m.Message):
-        round: int
-
-    with pytest.raises(m.ProtocolError, match="Unregistered is not a registered message"):
-        m.encode(Unregistered(1))
 
 
 def test_only_modules_of_messages_register_some():

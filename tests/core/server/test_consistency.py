@@ -60,32 +60,20 @@ def test_groups_that_start_only_when_they_may_never_lead_by_more_than_the_bound(
 # --- decisions ---------------------------------------------------------------------------------------------------
 
 
-def test_one_shard_that_overflows_skips_the_step_on_all():
-    log = DecisionLog(2)
-    log.staged(0, staged(0, 0))
-    log.staged(1, staged(0, 0, finite=False))
-    assert log.decide(0, 0).found_inf
-
-
-def test_a_decision_has_what_all_shards_have_measured_in_their_order():
+def test_a_decision_has_what_all_shards_have_found():
     log = DecisionLog(3)
     for shard, measured in ((2, b"c"), (0, b"a"), (2, b"again"), (1, b"")):
-        log.staged(shard, replace(staged(0, 0), measured=measured))
-    assert log.decide(0, 0).measured == b"ac"
+        log.staged(shard, replace(staged(0, 0, finite=shard != 1, power=9.0 + shard), measured=measured))
+    found = log.decide(0, 0)
+    assert found.measured == b"ac", "in the order of the shards"
+    assert found.found_inf, "one shard that overflows skips the step on all"
+    assert found.power == 30.0
+    for shard in range(3):
+        log.staged(shard, staged(0, 1, power=9.0 - shard, infinity=True))
+    found = log.decide(0, 1)
+    assert (found.measured, found.found_inf, found.power) == (b"", False, 9.0)
     log.staged(0, staged(0, 1))
-    log.staged(1, staged(0, 1))
-    log.staged(2, staged(0, 1))
-    assert log.decide(0, 1).measured == b""
-
-
-def test_powers_are_added_or_the_largest_counts():
-    log = DecisionLog(2)
-    log.staged(0, staged(0, 0, power=9.0))
-    log.staged(1, staged(0, 0, power=16.0))
-    assert log.decide(0, 0).power == 25.0
-    log.staged(0, staged(0, 1, power=9.0, infinity=True))
-    log.staged(1, staged(0, 1, power=4.0, infinity=True))
-    assert log.decide(0, 1).power == 9.0
+    assert log.ready() == [], "a vote that comes again after the decision does not decide twice"
 
 
 @pytest.mark.parametrize("arrival", list(permutations(range(3))))
@@ -95,14 +83,6 @@ def test_a_norm_has_the_same_bits_in_whichever_order_the_votes_come(arrival):
     for shard in arrival:
         log.staged(shard, staged(0, 0, power=powers[shard]))
     assert log.decide(0, 0).power == sum(powers)
-
-
-def test_a_vote_that_comes_again_after_the_decision_does_not_decide_twice():
-    log = DecisionLog(1)
-    log.staged(0, staged(0, 0))
-    log.decide(0, 0)
-    log.staged(0, staged(0, 0))
-    assert log.ready() == []
 
 
 def test_decisions_stand_until_every_shard_has_applied_them():
@@ -132,16 +112,6 @@ def test_the_step_of_a_group_that_is_started_again_is_void_and_may_be_staged_ane
         assert log.ready() == [(1, 0)]
         log.staged(shard, replace(staged(0, 0), incarnation=1))
     assert not log.decide(0, 0).found_inf
-
-
-def test_the_steps_of_a_group_that_is_started_again_count_from_0():
-    log = DecisionLog(1)
-    for step in range(3):
-        log.staged(0, staged(0, step))
-        log.decide(0, step)
-    log.restart(0, 1)
-    log.staged(0, replace(staged(0, 0), incarnation=1))
-    assert log.ready() == [(0, 0)]
 
 
 @given(st.integers(1, 20), st.integers(0, 2**32))

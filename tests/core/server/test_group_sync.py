@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from seeds import examples
 
 from topotrain.core.protocol import Delta, MasterValue, PairOffer, PairReply
-from topotrain.core.server.group_sync import MasterSync, NoSync, RingSync
+from topotrain.core.server.group_sync import MasterSync, RingSync
 
 
 def master(group, values, freq):
@@ -107,10 +107,3 @@ def test_drained_only_when_everything_was_answered():
     groups.deliver((0, 1))
     assert agreement.drained()
     assert groups.view(0)(0)[0] == 5
-
-
-def test_alone_there_is_nothing_to_agree():
-    alone = NoSync()
-    alone.begin()
-    assert alone.updated([0, 1]) == alone.drain() == alone.meet(1, Delta(0, 1), torch.zeros(1)) == []
-    assert alone.drained()

@@ -2,7 +2,6 @@
 
 import pytest
 from seeds import seeds
-from simulated_downpour import downpour
 from simulation import STORM, ScriptedCluster, ScriptedWorker, books, job, same, total
 
 from topotrain.config.topology import Address, Role
@@ -97,7 +96,7 @@ def test_a_shard_cut_between_its_messages_has_decided_or_asks_and_never_guesses(
             reconnect(cluster, me)
 
         cluster.sim.at(5.0, revive)
-        wanted, _ = downpour(cluster, 3)
+        wanted, _ = cluster.train(3)
         if kind is StepDecision:
             others = [1] * (4 - after) + [2] * (after - 2)
             assert cut[0][0] == 2 and sorted(cut[0][1:]) == others, "cut where this test wants it"

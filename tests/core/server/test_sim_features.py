@@ -177,55 +177,39 @@ def test_buffers_are_averaged_over_the_groups_at_the_drain():
     assert not torch.equal(means[0], means[1])
 
 
-def test_in_memory_hogwild_shares_values_and_loses_no_update():
-    """Two groups of one unit whose parameters are the same memory; integers, so every lost update shows."""
+@pytest.mark.parametrize(
+    ("of", "size", "steps", "version"),
+    [
+        # Two groups of one unit whose parameters are the same memory.
+        (job(2, 1, 1, nworkers_per_procs=2), 8, 5, None),
+        # Three full pushes of each worker, and what was left.
+        (job(2, 1, 2, n_push=2, n_fetch=3), 200, 7, 2 * 4),
+    ],
+    ids=["hogwild in memory", "own steps"],
+)
+def test_real_workers_lose_no_update(of, size, steps, version):
+    """Integers, so every lost update shows."""
     for seed in seeds(10):
-        cluster, pushed = ScriptedCluster(job(2, 1, 1, nworkers_per_procs=2), seed, STORM), []
-        assert len(cluster.topology.sharing(0)) == 1
-        shared = {0: torch.zeros(64)}
+        cluster, pushed = ScriptedCluster(of, seed, STORM), []
+        shared = {0: torch.zeros(64)} if cluster.topology.sharing(0) else {}
 
         def script(scripted: ScriptedWorker, cluster=cluster, pushed=pushed, shared=shared) -> None:
-            model = nn.Linear(8, 1, bias=False)
+            model = nn.Linear(size, 1, bias=False)
             nn.init.constant_(model.weight, 4.0)
             worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0), shared)
-            for step in range(5):
+            for step in range(steps):
                 cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
                 worker.optimizers[0].zero_grad()
-                x = torch.arange(8.0) + step + 10 * scripted.me.group
-                pushed.append(x)
-                model(x).backward()
+                pushed.append(torch.arange(float(size)) + step + 10 * scripted.me.group)
+                model(pushed[-1]).backward()
                 worker.optimizers[0].step()
             worker.finish()
             if scripted.me == cluster.workers[0]:
                 fetch_final(worker)
-                assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0))
+                assert torch.equal(model.weight[0], 4.0 - torch.stack(pushed).sum(0)), f"seed {cluster.sim.seed}"
 
         cluster.play(script)
-        assert len(pushed) == 10
-
-
-def test_downpours_own_steps_push_the_sum_and_fetch_when_asked_to():
-    for seed in seeds(10):
-        cluster, sums = ScriptedCluster(job(2, 1, 2, n_push=2, n_fetch=3), seed, STORM), []
-
-        def script(scripted: ScriptedWorker, cluster=cluster, sums=sums) -> None:
-            model = nn.Linear(200, 1, bias=False)
-            nn.init.zeros_(model.weight)
-            worker = cluster.worker(scripted.me, model, torch.optim.SGD(model.parameters(), lr=1.0))
-            for step in range(7):
-                cluster.sim.sleep(cluster.random.uniform(0.0, 0.02))
-                worker.optimizers[0].zero_grad()
-                x = torch.arange(200.0) + step
-                sums.append(x)
-                model(x).backward()
-                worker.optimizers[0].step()
-            worker.finish()
-            if scripted.me == cluster.workers[0]:
-                fetch_final(worker)
-                assert torch.equal(model.weight[0], -torch.stack(sums).sum(0)), f"seed {cluster.sim.seed}"
-
-        cluster.play(script)
-        assert cluster.server(0, 0).state.version == 2 * 4, "three full pushes and what was left"
+        assert len(pushed) == 2 * steps and cluster.server(0, 0).state.version == (version or 2 * steps)
 
 
 # --- nobody spins ------------------------------------------------------------------------------------------------

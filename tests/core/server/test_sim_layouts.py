@@ -4,7 +4,6 @@ import pytest
 import torch
 from faulty_network import NetworkFaults
 from seeds import seeds
-from simulated_downpour import downpour
 from simulation import SMALL, STORM, VIEWS, ScriptedCluster, ScriptedWorker, books, job, parameters, same, total
 from torch.utils.data import DataLoader
 
@@ -56,7 +55,7 @@ def checked(cluster: ScriptedCluster, steps: int = 5) -> list[int]:
     written = {group: books(cluster, group) for group in range(cluster.topology.server_groups)}
     outcomes = {}
     scale = SCALE if cluster.topology.synced else 1.0
-    wanted, final = downpour(cluster, steps, start, scale, (0.001, 0.05, 0.3, 2.0), outcomes)
+    wanted, final = cluster.train(steps, start, scale, (0.001, 0.05, 0.3, 2.0), outcomes)
     assert same(final, agreed(cluster, start, wanted)), f"{seed}: an update was lost or counted twice"
     assert cluster.topology.synced or same(cluster.values(), wanted), seed
     for group, shards in written.items():
@@ -101,7 +100,7 @@ def test_every_update_counts_once_with_many_buckets(monkeypatch):
     for seed in seeds(20):
         cluster = ScriptedCluster(job(2, 2, 2), seed, STORM, parameters(300, 150))
         assert len(cluster.map.buckets) > 3
-        wanted, final = downpour(cluster, steps=2)
+        wanted, final = cluster.train(steps=2)
         assert same(cluster.values(), wanted) and same(final, wanted), f"seed {seed}"
 
 
@@ -243,7 +242,7 @@ def test_training_goes_on_while_an_exchange_is_missing():
         cluster.transport.resume(neighbor)
 
     cluster.sim.at(10.0, back)
-    wanted, final = downpour(cluster, 30, 7 * SCALE, SCALE)
+    wanted, final = cluster.train(30, 7 * SCALE, SCALE)
     assert met == [30], "group 0 did all its steps while its neighbor was away"
     assert same(final, wanted)
 
@@ -254,5 +253,5 @@ def test_an_update_that_is_faster_than_the_start_is_not_overwritten(agreement):
     cluster = ScriptedCluster(job(3, 1, 1, nserver_groups=3, agreement=agreement), 0, None, DOUBLE)
     last = Address(Role.SERVER, 2, 0)
     delayed(cluster, lambda me, to, message: 1.0 if to == last and isinstance(message, Init) else 0.0)
-    wanted, final = downpour(cluster, 4, 7 * SCALE, SCALE)
+    wanted, final = cluster.train(4, 7 * SCALE, SCALE)
     assert same(final, agreed(cluster, 7 * SCALE, wanted))
