@@ -40,6 +40,13 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.com
 SHORT = (torch.bfloat16, torch.float16)
 
 
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """In float16 some steps make a NaN, in the same places."""
+    one, other = first.detach().reshape(-1), second.detach().reshape(-1)
+    unknown = one.isnan()
+    return torch.equal(unknown, other.isnan()) and torch.equal(one[~unknown], other[~unknown])
+
+
 class Flat:
     """Parameters in one buffer as a server has them: aligned, with zeros between them, and cut into slices."""
 
@@ -175,7 +182,7 @@ def test_the_bits_are_those_of_torch_on_whole_tensors(name: str, data: st.DataOb
         step_whole(optimizer)
         update.apply(hyper(optimizer), given)
         for p, start in zip(whole, flat.starts, strict=True):
-            assert torch.equal(p.detach().reshape(-1), flat.values[start : start + p.numel()]), f"step {step}"
+            assert same(p, flat.values[start : start + p.numel()]), f"step {step}"
     state: dict[tuple[int, str], torch.Tensor | float] = {(key, name): value for key, name, value in update.state()}
     seen = 0
     for key, index, view in segments:
@@ -186,7 +193,7 @@ def test_the_bits_are_those_of_torch_on_whole_tensors(name: str, data: st.DataOb
             elements = isinstance(value, torch.Tensor) and value.shape == whole[index].shape and name != "step"
             numbers_only = not elements or (plan.sizes[index] == 0 and state[key, name].dim() == 0)  # type: ignore[union-attr]
             mine = torch.as_tensor(value) if numbers_only else value.reshape(-1)[lo : lo + view.numel()]
-            assert torch.equal(mine, torch.as_tensor(state[key, name]).view_as(mine)), name
+            assert same(mine, torch.as_tensor(state[key, name])), name
             seen += 1
     assert seen == len(state)
     used = torch.zeros(len(flat.values), dtype=torch.bool)
