@@ -84,10 +84,10 @@ def test_a_process_holds_its_own_server_and_the_second_copy_of_another(runner: J
     parameters = tuple(Parameter(name, tuple(w.shape), w.stride(), "float32", True) for name, w in weights)
     found = plan(job, PlannedSchema(parameters, state_factor=2.0))
     for memory in found.memory[2:]:
-        smallest = min(memory.values, memory.state, memory.staging, memory.second)
+        smallest = min(memory.values, memory.state, memory.exchange, memory.second)
         # On one host both copies of a server read gradients in memory that they share, and a process shares those of
         # its own server and of the other one.
         shared = 2 * 2 * memory.values
         told = memory.total + SERVER_ITSELF - shared
         assert smallest > 0.1 * told
-        assert told == pytest.approx(ended.report["metrics"][str(memory.resident)], rel=0.1)
+        assert told == pytest.approx(ended.report["metrics"][memory.who], rel=0.1)

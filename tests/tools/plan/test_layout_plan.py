@@ -63,17 +63,17 @@ def test_memory_counts_what_each_process_holds() -> None:
     hidden = plan(replace(job, grads=Grads.kHidden), MODEL).memory[0]
     assert visible.values == 4 * FLOAT32 + 8 * FLOAT64
     assert visible.gradients == 4 * FLOAT32  # a frozen parameter has none
-    assert visible.staging == 2 * 4 * FLOAT32  # its own part, and the mean that p.grad shows
-    assert hidden.staging == 4 * FLOAT32
+    assert visible.exchange == 2 * 4 * FLOAT32  # its own part, and the mean that p.grad shows
+    assert hidden.exchange == 4 * FLOAT32
     assert visible.state == 0
-    assert visible.total == visible.values + visible.gradients + visible.staging
+    assert visible.total == visible.values + visible.gradients + visible.exchange
     found = planned(FRAMEWORKS["Downpour"][0])
-    server = next(memory for memory in found.memory if str(memory.resident) == "server 0/1")
+    server = next(memory for memory in found.memory if memory.who == "server 0/1")
     assert server.unit == 5
-    assert server.staging == 6 * server.values  # two groups of two workers, and the mean of each
+    assert server.exchange == 6 * server.values  # two groups of two workers, and the mean of each
     assert server.state == 2 * server.values  # Adam
     hogwild = planned(FRAMEWORKS["Distributed Hogwild"][0])
-    assert hogwild.memory[-1].staging == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
+    assert hogwild.memory[-1].exchange == 3 * hogwild.memory[-1].values  # one worker, and two copies for the master
     # The second copy of another server.
     cluster = replace(FRAMEWORKS["Sandblaster"][0], nservers_per_group=3, transport=TransportChoice.kTcp)
     alone = [memory.total for memory in planned(cluster).memory[3:]]
@@ -91,7 +91,7 @@ def test_memory_counts_what_each_process_holds() -> None:
         ({"engine": "kGloo"}, [1, 1, 1]),
     ):
         servers = planned(Cluster(nworkers_per_group=3, nservers_per_group=3, **settings)).memory[3:]  # type: ignore[arg-type]
-        assert [memory.staging / memory.values for memory in servers] == copies
+        assert [memory.exchange / memory.values for memory in servers] == copies
 
 
 def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_run() -> None:
@@ -145,7 +145,7 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
     schema = PlannedSchema((Parameter("w", (1000,), (1,), "float32", True),), state_factor=2.0)
     found = plan(Job(cluster=cluster), schema)
     worker, server = found.memory[0], found.memory[-1]
-    assert (worker.values, worker.gradients, worker.staging, worker.state) == (4000, 4000, 8000, 8000)
+    assert (worker.values, worker.gradients, worker.exchange, worker.state) == (4000, 4000, 8000, 8000)
     assert (server.values, server.state) == (4000, 4000)
     assert "in 10 steps each worker sends 0.00 MB to the servers and receives as much (uncompressed)" in found.explain()
     assert found.as_data()["round"] == {
@@ -168,7 +168,7 @@ def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scrip
         },
     }
     overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
-    assert overlapped.memory[0].staging == 12000
+    assert overlapped.memory[0].exchange == 12000
     assert found.topology.framework == "DiLoCo (rounds of 10 steps)"
 
 
@@ -178,8 +178,8 @@ def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> No
     found = plan(Job(cluster=cluster), PlannedSchema((Parameter("w", (500_000,), (1,), "float32", True),)))
     worker, server = found.memory[0], found.memory[-1]
     # Received values and the difference; the gradient, the mean, and half a gradient of the other worker.
-    assert (worker.values, worker.gradients, worker.staging) == (2_000_000, 2_000_000, 4_000_000 + 5_000_000)
-    assert server.staging == 3 * 2_000_000
+    assert (worker.values, worker.gradients, worker.exchange) == (2_000_000, 2_000_000, 4_000_000 + 5_000_000)
+    assert server.exchange == 3 * 2_000_000
     text = " ".join(found.explain().split())
     assert (
         "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed). In each step a "

@@ -33,7 +33,6 @@ from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.tools.cli import app
 from topotrain.tools.plan import graph_plot
-from topotrain.tools.plan.layout_plan import PlannedSchema, plan
 from topotrain.tools.plan.model_cut import ModelCut, cut_of
 
 
@@ -156,7 +155,6 @@ def test_memory_goes_by_owners() -> None:
         own = sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
         assert memory[worker]["parameters"] == own
         assert memory[worker]["trained"] == own
-        assert plan(hybrid(), PlannedSchema(found.parameters)).memory[worker].values == own
     assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
 
 

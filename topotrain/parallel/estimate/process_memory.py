@@ -1,19 +1,22 @@
-"""Upper bound of the memory of every process of a job that splits a model.
+"""The memory of the processes of a job.
 
-The numbers come from the schema and a cost report. Each byte is counted once, in the process to which it belongs, so
-the processes of a host can be added up. Only requested memory is counted: memory that the allocator keeps after it was
-freed depends on the timing of threads.
+Where workers split a model, it is an upper bound for every process, from the schema and a cost report. Each byte is
+counted once, in the process to which it belongs, so the processes of a host can be added up. Only requested memory is
+counted: memory that the allocator keeps after it was freed depends on the timing of threads. Where each worker has the
+whole model, it is the training state of each worker and server. Its activations are not known.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
-from topotrain.config.job import Compression, Job, Schedule
+from topotrain.config.job import Algorithm, Compression, Grads, Job, Keep, Schedule, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role, Topology, Unit
 from topotrain.core.model.schema import slice_map_for
 from topotrain.core.model.shared_windows import VALUES, buffer_of
 from topotrain.extensions.checkpointing.server_snapshots import takes_snapshots
+from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.parallel.estimate.cost_report import CostReport
 from topotrain.parallel.runtime.one_f_one_b import in_flight
 
@@ -43,12 +46,16 @@ class ProcessNeed:
         residents: the workers and servers in the process.
         values: parameters and the model's buffers.
         gradients: gradients of a step.
-        exchange: data in flight: pushed gradients and sums on servers, sums of micro-batches, the memory of a codec,
-            copies for other workers.
+        exchange: data in flight: pushed gradients, sums, and copies for other server groups on servers; on a worker its
+            local gradient, the group's mean that its script sees, sums of micro-batches, copies for other workers;
+            the memory of a codec.
         state: optimizer state.
         activations: memory kept for the backward, and live memory beside it.
         snapshot: a server's copy of values and state, which a thread writes while the job continues. It is allocated at
             the first snapshot and kept.
+        second: the replica of another server. On the host of its server it needs less, because it reads the
+            contributions of workers in the server's memory. While a new replica is filled, both ends hold values and
+            state of that server once more.
         shared: bytes of the above in memory that processes of the host share.
         passed: bytes of `shared` with values for other workers, which no server maps.
         seen: shared memory of other processes that this process maps.
@@ -65,6 +72,7 @@ class ProcessNeed:
     state: int = 0
     activations: int = 0
     snapshot: int = 0
+    second: int = 0
     shared: int = 0
     passed: int = 0
     seen: int = 0
@@ -85,7 +93,8 @@ class ProcessNeed:
     @property
     def total(self) -> int:
         """All bytes that belong to the process."""
-        return self.values + self.gradients + self.exchange + self.state + self.activations + self.snapshot
+        parts = (self.values, self.gradients, self.exchange, self.state, self.activations, self.snapshot, self.second)
+        return sum(parts)
 
     @property
     def private(self) -> int:
@@ -231,3 +240,79 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
     copied = values + state if takes_snapshots(job, topology) else 0
     made = ProcessNeed((who,), values=values, exchange=exchange, state=state, snapshot=copied)
     return replace(made, shared=shared, peers=len(groups) * workers)
+
+
+# --- whole models ------------------------------------------------------------------------------------------------
+
+
+def whole_model_needs(job: Job, topology: Topology, slices: SliceMap, state_factor: float) -> tuple[ProcessNeed, ...]:
+    """Return what each worker and server of a job holds whose workers all have the whole model.
+
+    A worker's copy counts in full, also where the workers of a group share one buffer on a host.
+    """
+    workers = [me for group in range(topology.worker_groups) for me in topology.workers(group)]
+    servers = [me for group in range(topology.server_groups) for me in topology.servers(group)]
+    held = [_whole_worker(job, topology, slices, state_factor, me) for me in workers]
+    kept = [_whole_server(job, topology, slices, state_factor, me) for me in servers]
+    if topology.cluster.replicas > 1:
+        placed, second = ReplicaPlacement(domains(topology)).servers, Counter[int]()
+        for me, one in zip(servers, kept, strict=True):
+            second[placed[me.index].standby] += one.total
+        kept = [replace(one, second=second[me.index]) for me, one in zip(servers, kept, strict=True)]
+    return (*held, *kept)
+
+
+def _whole_worker(job: Job, topology: Topology, slices: SliceMap, state_factor: float, me: Address) -> ProcessNeed:
+    values = sum(parameter.nbytes for parameter in slices.parameters)
+    trained = sum(parameter.nbytes for parameter in slices.parameters if parameter.trainable)
+    held = ProcessNeed((me,), topology.unit_of(me), values=values, gradients=trained)
+    if job.cluster.outer is None:
+        # The local gradient, and the group's mean that the script sees.
+        return replace(held, exchange=(2 if job.grads is Grads.kVisible else 1) * trained)
+    # Received values, what it pushes, and its own values at the time of a push. The optimizer is here.
+    copies = 3 if job.cluster.trains_in_exchange and job.cluster.keep is Keep.kAdd else 2
+    workers = topology.workers_per_group
+    # Its gradient, the group's mean, and the gradients of the others that it adds up.
+    inside = (2 * workers + workers - 1) * trained // workers if workers > 1 else 0
+    return replace(held, exchange=copies * values + inside, state=round(state_factor * trained))
+
+
+def _whole_server(job: Job, topology: Topology, slices: SliceMap, state_factor: float, me: Address) -> ProcessNeed:
+    values, groups, outer = slices.shard_bytes[me.index], len(topology.worker_groups_of(me.group)), job.cluster.outer
+    if outer is not None:
+        # Of each bucket one worker of a group pushes what the group has learned.
+        copies = groups
+    elif topology.collective:
+        # The workers add up among themselves, so a server gets one sum.
+        copies = 1 + _passing_on(topology, me.index)
+    else:
+        # A buffer per contributing worker, because sums are made in rank order, one per mean that workers see, and two
+        # copies where server groups synchronize.
+        means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
+        copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
+    state = round((state_factor if outer is None else _state_entries(outer)) * values)
+    return ProcessNeed((me,), topology.unit_of(me), values=values, exchange=copies * values, state=state)
+
+
+def _passing_on(topology: Topology, rank: int) -> int:
+    """Return how many parts, of one server's size, a server holds in a collective."""
+    # For every server's part it holds its worker's push and the mean. Besides it holds data from its children in the
+    # tree of each part, and new values.
+    n = topology.shards
+    if not topology.server_collective:
+        return 0
+    if topology.cluster.algorithm is Algorithm.kNaive:
+        return n * (n + 1) if rank == 0 else 2 * n
+    return 2 * n + 2 * (n - 1)
+
+
+def _state_entries(updater: Updater) -> int:
+    """Return the number of values that an updater keeps for each element."""
+    match updater.type:
+        case UpdaterType.kSGD | UpdaterType.kNesterov:
+            return 1 if updater.momentum else 0
+        case UpdaterType.kDelayedNesterov:
+            return 2 if updater.delay > 1 else 1
+        case UpdaterType.kAdaGrad | UpdaterType.kRMSProp:
+            return 1
+    return 2

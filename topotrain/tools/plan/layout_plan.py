@@ -1,26 +1,28 @@
 """Plan a job: the layout, the share of each server, the memory of each process.
 
-The plan is pure, and needs no torch. The layout follows from the cluster block alone. A `PlannedSchema`, which comes
+The plan is pure. The layout follows from the cluster block alone, and needs no torch. A `PlannedSchema`, which comes
 from the user's script, adds slices and memory. Sizes are bytes; a printed MB is 10^6 bytes.
 """
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from topotrain.comm.store import StoreError
 from topotrain.comm.store.store_url import parse
 from topotrain.config import async_momentum
-from topotrain.config.job import Agreement, Algorithm, ConfigError, Grads, Job, Keep, OnFailure, Updater, UpdaterType
+from topotrain.config.job import Agreement, ConfigError, Job, OnFailure
 from topotrain.config.sharding import Parameter, SliceMap, cut
 from topotrain.config.slice_size import sizes_in_words
 from topotrain.config.topology import Address, Topology, layout
 from topotrain.extensions.group_averaging.averaging_rules import moving_rate
 from topotrain.extensions.host_sums.host_units import link_advice
 from topotrain.extensions.outer_optimizer.rounds import check_fragments
-from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.runtime.round_traffic import RoundTraffic, StepTraffic, mb, round_traffic, step_traffic
+
+if TYPE_CHECKING:
+    from topotrain.parallel.estimate.process_memory import ProcessNeed
 
 SURVIVES = "redis://HOST or file:///SHARED/FOLDER"
 """The URLs with which another unit takes over for unit 0."""
@@ -28,7 +30,8 @@ SURVIVES = "redis://HOST or file:///SHARED/FOLDER"
 
 MB = 1_000_000
 _WIDTH = 120
-_SIZES = ("values", "gradients", "staging", "state")
+_SIZES = {"values": "values", "gradients": "gradients", "exchange": "staging", "state": "state"}
+"""Fields of an estimate, and how they are shown."""
 _SAID_IN_DATA = ("warning", "link", "agreement")
 
 
@@ -55,39 +58,6 @@ class ServerShare:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessEstimate:
-    """The estimated bytes of training state of one worker or server.
-
-    Activations and torch itself are not included. `values` counts a worker's copy in full, also where the workers of a
-    group share one buffer on a host. `staging` holds data on its way:
-
-    * on a worker its local part, and the group's mean under kVisible;
-    * on a server the contributions of workers, the means that they see, and copies for other server groups.
-
-    `second` is the memory of another server's replica in this process. A replica on the host of its server needs
-    less, because it reads the contributions of workers in the server's memory. While a new replica is filled, both ends
-    hold values and state of that server once more.
-    """
-
-    resident: Address
-    unit: int
-    values: int
-    gradients: int
-    staging: int
-    state: int
-    second: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.values + self.gradients + self.staging + self.state + self.second
-
-    def as_data(self) -> dict[str, Any]:
-        role, *address = self.resident
-        sizes = {name: getattr(self, name) for name in ("unit", *_SIZES, "second", "total")}
-        return {"role": role.name.lower(), "address": address, **sizes}
-
-
-@dataclass(frozen=True, slots=True)
 class LayoutPlan:
     """A planned job; build it with `plan`.
 
@@ -99,7 +69,7 @@ class LayoutPlan:
     said: Mapping[str, str]
     slices: SliceMap | None = None
     shares: tuple[ServerShare, ...] = ()
-    memory: tuple[ProcessEstimate, ...] = ()
+    memory: tuple["ProcessNeed", ...] = ()
     traffic: RoundTraffic | None = None
     step: StepTraffic | None = None
 
@@ -114,7 +84,7 @@ class LayoutPlan:
             "homes": {p.name: p.home for p in self.slices.parameters if p.home >= 0},
             "imbalance": self.slices.imbalance,
             "slices": [asdict(share) | {"server": list(share.server[1:])} for share in self.shares],
-            "memory": [memory.as_data() for memory in self.memory],
+            "memory": list(map(_memory_data, self.memory)),
             **({} if self.traffic is None else {"round": asdict(self.traffic)}),
             **({} if self.step is None else {"step": asdict(self.step)}),
         }
@@ -146,9 +116,13 @@ class LayoutPlan:
         ]
 
     def _memory(self) -> list[str]:
-        names = [*_SIZES, *["second"] * any(m.second for m in self.memory), "total"]
-        rows = [(str(m.resident), str(m.unit), *(mb(getattr(m, name)) for name in names)) for m in self.memory]
-        header = ("process", "unit", *(f"{name} MB" for name in names))
+        names = {
+            **_SIZES,
+            **({"second": "second"} if any(need.second for need in self.memory) else {}),
+            "total": "total",
+        }
+        rows = [(need.who, str(need.unit), *(mb(getattr(need, name)) for name in names)) for need in self.memory]
+        header = ("process", "unit", *(f"{shown} MB" for shown in names.values()))
         return ["training state in memory, an estimate without activations:", *columns(header, rows)]
 
 
@@ -173,11 +147,11 @@ def plan(job: Job, schema: PlannedSchema | None = None) -> LayoutPlan:
     shares = tuple(
         _share(slices, topology, server) for sg in range(topology.server_groups) for server in topology.servers(sg)
     )
-    workers = (_worker(job, schema, topology, w) for g in range(topology.worker_groups) for w in topology.workers(g))
-    servers = [_server(job, schema, topology, share) for share in shares]
-    second = (_with_second(topology, server, servers) for server in servers)
+    from topotrain.parallel.estimate.process_memory import whole_model_needs  # it needs torch
+
+    memory = whole_model_needs(job, topology, slices, schema.state_factor)
     traffic = round_traffic(job.cluster, topology, slices)
-    return LayoutPlan(topology, said, slices, shares, (*workers, *second), traffic, step_traffic(job, topology, slices))
+    return LayoutPlan(topology, said, slices, shares, memory, traffic, step_traffic(job, topology, slices))
 
 
 def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare:
@@ -186,72 +160,11 @@ def _share(slices: SliceMap, topology: Topology, server: Address) -> ServerShare
     return ServerShare(server, topology.unit_of(server), len(owned), elements, slices.shard_bytes[server.index])
 
 
-def _worker(job: Job, schema: PlannedSchema, topology: Topology, worker: Address) -> ProcessEstimate:
-    held = [parameter for parameter in schema.parameters if not parameter.owners or worker.index in parameter.owners]
-    values = sum(parameter.nbytes for parameter in held)
-    trained = sum(parameter.nbytes for parameter in held if parameter.trainable)
-    if job.cluster.outer is not None:
-        # Received values, what it pushes, and its own values at the time of a push. The optimizer is here.
-        copies = 3 if job.cluster.trains_in_exchange and job.cluster.keep is Keep.kAdd else 2
-        workers = topology.workers_per_group
-        # Its gradient, the group's mean, and the gradients of the others that it adds up.
-        inside = (2 * workers + workers - 1) * trained // workers if workers > 1 else 0
-        state = round(schema.state_factor * trained)
-        return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * values + inside, state)
-    split = job.splits or any(parameter.owners for parameter in schema.parameters)
-    # The local gradient, and the group's mean that the script sees.
-    copies = 2 if job.grads is Grads.kVisible and not split else 1
-    return ProcessEstimate(worker, topology.unit_of(worker), values, trained, copies * trained, 0)
-
-
-def _server(job: Job, schema: PlannedSchema, topology: Topology, share: ServerShare) -> ProcessEstimate:
-    groups = len(topology.worker_groups_of(share.server.group))
-    means = groups if job.grads is Grads.kVisible and topology.workers_per_group > 1 else 0
-    # A buffer per contributing worker, because sums are made in rank order, one per mean that workers see, and two
-    # copies where server groups synchronize.
-    copies = topology.workers_per_group * groups + means + (2 if topology.synced else 0)
-    # The workers add up among themselves, so a server gets one sum.
-    if topology.collective:
-        copies = 1 + _passing_on(topology, share.server.index)
-    outer = job.cluster.outer
-    if outer is not None:
-        # Of each bucket one worker of a group pushes what the group has learned.
-        copies = groups
-    state = round((schema.state_factor if outer is None else state_entries(outer)) * share.value_bytes)
-    return ProcessEstimate(share.server, share.unit, share.value_bytes, 0, copies * share.value_bytes, state)
-
-
-def _with_second(topology: Topology, mine: ProcessEstimate, servers: Sequence[ProcessEstimate]) -> ProcessEstimate:
-    """Add the memory of a replica, which holds all that its server holds."""
-    if topology.cluster.replicas < 2:
-        return mine
-    slot, placed = mine.resident.index, ReplicaPlacement(domains(topology)).servers
-    second = sum(server.total for server in servers if placed[server.resident.index].standby == slot)
-    return replace(mine, second=second)
-
-
-def _passing_on(topology: Topology, rank: int) -> int:
-    """Return how many parts, of one server's size, a server holds in a collective."""
-    # For every server's part it holds its worker's push and the mean. Besides it holds data from its children in the
-    # tree of each part, and new values.
-    n = topology.shards
-    if not topology.server_collective:
-        return 0
-    if topology.cluster.algorithm is Algorithm.kNaive:
-        return n * (n + 1) if rank == 0 else 2 * n
-    return 2 * n + 2 * (n - 1)
-
-
-def state_entries(updater: Updater) -> int:
-    """Return the number of values that an updater keeps for each element."""
-    match updater.type:
-        case UpdaterType.kSGD | UpdaterType.kNesterov:
-            return 1 if updater.momentum else 0
-        case UpdaterType.kDelayedNesterov:
-            return 2 if updater.delay > 1 else 1
-        case UpdaterType.kAdaGrad | UpdaterType.kRMSProp:
-            return 1
-    return 2
+def _memory_data(need: "ProcessNeed") -> dict[str, Any]:
+    role, *address = need.residents[0]
+    sizes = {shown: getattr(need, name) for name, shown in _SIZES.items()}
+    data = {"role": role.name.lower(), "address": address, "unit": need.unit}
+    return {**data, **sizes, "second": need.second, "total": need.total}
 
 
 def agreement_in_words(job: Job, topology: Topology) -> str:

@@ -55,12 +55,12 @@ def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topolog
     if machines.memory_bytes is not None:
         on_host = Counter[int]()
         for process in planned.memory:
-            on_host[topology.host_of(process.resident)] += process.total
+            on_host[topology.host_of(process.residents[0])] += process.total
         ((host, most),) = on_host.most_common(1)
         if most > machines.memory_bytes:
             needed = f"host {host} needs {most / 1e9:,.3g} GB of training state, without activations"
             raise ConfigError("--memory", f"{machines.memory_bytes / 1e9:,.3g} GB", f"is too little: {needed}")
-    return tuple(ProcessMemory(str(process.resident), process.total) for process in planned.memory)
+    return tuple(ProcessMemory(process.who, process.total) for process in planned.memory)
 
 
 def changes(job: Job) -> tuple[str, ...]:
