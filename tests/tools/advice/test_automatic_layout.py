@@ -87,18 +87,14 @@ def chooses(monkeypatch: pytest.MonkeyPatch) -> Callable[..., AutomaticLayout]:
     return choose_on
 
 
-def test_other_fields_are_kept_and_the_digest_is_that_of_the_block_by_hand(chooses) -> None:  # type: ignore[no-untyped-def]
+def test_other_fields_are_kept_and_the_block_that_is_shown_gives_the_same_job(chooses) -> None:  # type: ignore[no-untyped-def]
     job = replace(AUTO, cluster=replace(AUTO.cluster, transport="kTcp", slice_bytes=65536))  # type: ignore[arg-type]
     found = chooses(Machine({1: 10.0, 2: 18.0}), job)
     # Of equally fast layouts one with few processes.
     assert (found.job.cluster.nworkers_per_group, found.job.cluster.nworker_groups) == (2, 1)
     chosen_fields = {name: getattr(found.job.cluster, name) for name in LAYOUT_FIELDS}
     written = replace(job.cluster, auto=False, **chosen_fields)
-    assert found.job.cluster == written
-    assert found.job.digest() == replace(job, cluster=written).digest()
-
-
-def test_the_block_that_is_shown_gives_the_same_job(chooses) -> None:  # type: ignore[no-untyped-def]
+    assert found.job.cluster == written and found.job.digest() == replace(job, cluster=written).digest()
     found = chooses(Machine({1: 10.0, 2: 12.0, 4: 30.0}), cores=4)
     first, second = found.explain().splitlines()
     assert first.startswith(

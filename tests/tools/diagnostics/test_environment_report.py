@@ -98,7 +98,7 @@ def test_what_a_machine_does_not_have(tmp_path):
     assert shared_memory(tmp_path)["size_bytes"] > 0
 
 
-def test_the_command(capsys, monkeypatch):
+def test_the_command_shows_no_secret(capsys, monkeypatch):
     monkeypatch.setenv("TOPOTRAIN_TOKEN", SECRETS["TOPOTRAIN_TOKEN"])
     for words in (["doctor"], ["doctor", "--json"]):
         with pytest.raises(SystemExit) as left:

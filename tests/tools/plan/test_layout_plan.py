@@ -49,12 +49,12 @@ def test_every_server_group_of_the_named_frameworks_owns_every_element(name: str
         assert len(owned) == cluster.nservers_per_group
     assert data["tensors"] == 3
     assert json.loads(json.dumps(data)) == data
-
-
-def test_without_servers_the_homes_are_shown() -> None:
-    data = planned(Cluster(nserver_groups=0, nworkers_per_group=2)).as_data()
-    assert [share["server"] for share in data["slices"]] == [[0, 0]]
-    assert data["slices"][0]["elements"] == FLOAT32 + FLOAT64
+    text = planned(cluster).explain()
+    assert max(map(len, text.splitlines())) <= 120 and "3 tensors" in text and "imbalance" in text
+    servers = [f"server {group}/{index}" for group, index in (share["server"] for share in data["slices"])]
+    assert all(any(line.startswith(who) for line in text.splitlines()) for who in ("worker 0/0", *servers))
+    homes = planned(Cluster(nserver_groups=0, nworkers_per_group=2)).as_data()["slices"]
+    assert [(each["server"], each["elements"]) for each in homes] == [([0, 0], FLOAT32 + FLOAT64)]
 
 
 def test_memory_counts_what_each_process_holds() -> None:
@@ -106,16 +106,6 @@ def test_more_fragments_than_the_optimizer_has_parameters_are_refused_as_in_a_ru
         plan(replace(cut, cluster=replace(cut.cluster, fragments=4)), MODEL)
 
 
-def test_the_tables_name_every_process() -> None:
-    text = planned(FRAMEWORKS["Downpour"][0]).explain()
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 120
-    for who in ("worker 0/0", "worker 1/1", "server 0/0", "server 0/1"):
-        assert any(line.startswith(who) for line in lines)
-    assert "3 tensors" in text
-    assert "imbalance" in text
-
-
 @pytest.mark.parametrize(
     ("url", "words"),
     [
@@ -142,52 +132,27 @@ def test_a_store_that_is_lost_with_unit_0_is_named_with_the_better_ones(url: str
 def test_a_plan_of_an_outer_optimizer_has_its_state_on_the_servers_and_the_scripts_on_the_workers() -> None:
     outer = Updater(type="kNesterov", momentum=0.9, learning_rate=LRGen(type="kFixed", base_lr=0.7))  # type: ignore[arg-type]
     cluster = Cluster(nworker_groups=3, server_worker_separate=True, sync_freq=10, outer=outer)
-    schema = PlannedSchema((Parameter("w", (1000,), (1,), "float32", True),), state_factor=2.0)
-    found = plan(Job(cluster=cluster), schema)
+    schema = PlannedSchema((Parameter("w", (500_000,), (1,), "float32", True),), state_factor=2.0)
+    found, size = plan(Job(cluster=cluster), schema), 2_000_000
     worker, server = found.memory[0], found.memory[-1]
-    assert (worker.values, worker.gradients, worker.exchange, worker.state) == (4000, 4000, 8000, 8000)
-    assert (server.values, server.state) == (4000, 4000)
-    assert "in 10 steps each worker sends 0.00 MB to the servers and receives as much (uncompressed)" in found.explain()
-    assert found.as_data()["round"] == {
-        "steps": 10,
-        "worker_bytes": 4000,
-        "worker_received": 4000,
-        "server_bytes": 12000,
-        "server_sent": 12000,
-        "group_bytes": 0,
-        "encoding": "uncompressed",
-        "link": {
-            "hosts": 1,
-            "received": 12000,
-            "sent": 12000,
-            "apart": True,
-            "mbit": None,
-            "exchange_s": None,
-            "shortest_step_s": None,
-            "hosts_for_half": None,
-        },
-    }
-    overlapped = plan(Job(cluster=replace(cluster, overlap=1)), schema)
-    assert overlapped.memory[0].exchange == 12000
+    assert (worker.values, worker.gradients, worker.exchange, worker.state) == (size, size, 2 * size, 2 * size)
+    assert (server.values, server.state, server.exchange) == (size, size, 3 * size)
+    assert "in 10 steps each worker sends 2.00 MB to the servers and receives as much (uncompressed)" in found.explain()
+    data = found.as_data()["round"]
+    assert (data["steps"], data["worker_bytes"], data["server_bytes"], data["group_bytes"]) == (10, size, 3 * size, 0)
+    assert (data["link"]["received"], data["link"]["sent"], data["link"]["apart"]) == (3 * size, 3 * size, True)
+    assert plan(Job(cluster=replace(cluster, overlap=1)), schema).memory[0].exchange == 3 * size
     assert found.topology.framework == "DiLoCo (rounds of 10 steps)"
-
-
-def test_a_plan_of_groups_of_several_workers_has_the_traffic_inside_them() -> None:
-    outer = Updater(type="kSGD", learning_rate=LRGen(type="kFixed", base_lr=0.7))  # type: ignore[arg-type]
-    cluster = Cluster(nworker_groups=3, nworkers_per_group=2, server_worker_separate=True, sync_freq=10, outer=outer)
-    found = plan(Job(cluster=cluster), PlannedSchema((Parameter("w", (500_000,), (1,), "float32", True),)))
-    worker, server = found.memory[0], found.memory[-1]
-    # Received values and the difference; the gradient, the mean, and half a gradient of the other worker.
-    assert (worker.values, worker.gradients, worker.exchange) == (2_000_000, 2_000_000, 4_000_000 + 5_000_000)
-    assert server.exchange == 3 * 2_000_000
+    # Groups of two: received values and the difference; the gradient, the mean, and half of the other's gradient.
+    found = plan(Job(cluster=replace(cluster, nworkers_per_group=2)), schema)
+    assert found.memory[0].exchange == 2 * size + 2.5 * size and found.memory[-1].exchange == 3 * size
     text = " ".join(found.explain().split())
     assert (
         "in 10 steps each worker sends 1.00 MB to the servers and receives 2.00 MB (uncompressed). In each step a "
         "worker sends 2.00 MB to the others of its group and receives as much a round moves 6.00 MB into the host with "
         "servers and 12.00 MB out of it."
     ) in text
-    framework = "local SGD with an outer optimizer (rounds of 10 steps, in synchronous groups of 2 workers)"
-    assert found.topology.framework == framework
+    assert found.topology.framework.endswith("(rounds of 10 steps, in synchronous groups of 2 workers)")
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from topotrain.parallel.estimate import memory_check
 from topotrain.parallel.estimate.process_memory import ProcessNeed
 from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.tools.cli import app
-from topotrain.tools.plan import graph_plot
 from topotrain.tools.plan.model_cut import ModelCut, cut_of
 
 
@@ -215,13 +214,6 @@ def test_a_model_that_returns_its_loss_reads_all_of_a_batch() -> None:
     found = cut_of(auto(microbatches=4, schedule=Schedule.k1F1B), Loss(), data)
     assert found is not None
     assert "8x6 float32, 8 int64" in found.plan.inputs
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for number, job in enumerate((hybrid(), auto())):
-        graph_plot.draw(cut(job).plan.bill, tmp_path / f"{number}.png")
-        assert (tmp_path / f"{number}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # --- room ------------------------------------------------------------------------------------------------------------
