@@ -67,16 +67,6 @@ def clamp_each_step(t):
     assert bound == torch.tensor(0.2).item()
 
 
-def clamp_before_each_step(t):
-    for batch in vectors(8):
-        t.optimizer.zero_grad()
-        with assigning(t):
-            for p in t.model.parameters():
-                p.data.clamp_(-0.2, 0.2)
-        t.backward(t.losses(cross_entropy, *batch))
-        t.optimizer.step()
-
-
 def average_loaded_back(t):
     """An exponential moving average of the weights, loaded at the end of each "epoch"."""
     average = {name: value.clone() for name, value in t.model.state_dict().items()}
@@ -129,7 +119,6 @@ def changed_while_gradients_add_up(t):
 
 SCRIPTS = [
     clamp_each_step,
-    clamp_before_each_step,
     average_loaded_back,
     initialised_anew,
     nothing_changed,

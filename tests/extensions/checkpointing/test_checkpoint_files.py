@@ -156,16 +156,21 @@ def test_those_that_were_asked_for_by_step_are_all_kept_under_that_name(files, t
 
 
 def test_what_was_taken_after_the_one_that_is_gone_back_to_is_moved_aside(files, tmp_path):
-    vault = Vault()
+    """A plain start keeps what was asked for by its step, too."""
+    vault, said = Vault(), TextList()
     for number in range(1, 5):
         path = vault.train(1).write(files, number, step=number)
     origin = path.with_name("000002")
-    assert files.begin(origin, again=False) == 5
+    assert files.begin(origin, again=False, notifier=said) == 5
+    assert "the snapshots after 2 (000003 to 000004)" in said[0]
     assert numbers(files.folder) == [1, 2] and numbers(tmp_path / ASIDE) == [3, 4]
     assert sorted(path.name for path in files.folder.glob("step-*")) == ["step-1", "step-2"]
     assert latest(tmp_path).number == 2
     assert files.begin(origin, again=True) == 3
     assert numbers(tmp_path / ASIDE) == [3, 4]
+    files.begin(None, again=False)
+    assert Manifest.open(tmp_path / ASIDE / "step-4").number == 4
+    assert Manifest.open(tmp_path / f"{ASIDE}-2" / "step-1").number == 1
 
 
 def test_a_folder_without_a_manifest_is_none(files, tmp_path):
@@ -269,19 +274,6 @@ def test_a_forged_manifest_is_a_named_error(files, tmp_path, change):
         latest(tmp_path)
 
 
-def test_reading_out_of_bounds_is_a_named_error(files):
-    manifest = Manifest.open(Vault(net=Matrices).write(files, 1))
-    for name, lo, out in [
-        ("a.weight", 199, torch.zeros(2)),
-        ("a.weight", -1, torch.zeros(2)),
-        ("c", 0, torch.zeros(1)),
-    ]:
-        with pytest.raises(ConfigError):
-            manifest.values(name, lo, out)
-    with pytest.raises(ConfigError):
-        manifest.values("a.weight", 0, torch.zeros(2, dtype=torch.float64))
-
-
 # --- what earlier runs have left -----------------------------------------------------------------------------------
 
 
@@ -299,20 +291,6 @@ def test_plain_starts_remove_nothing_that_was_kept_by_its_step_and_say_what_they
     removed = [text for text in said if "are removed" in text]
     assert [text.partition(ASIDE)[2][:2] for text in moved] == [" f", "-2", "-2"]
     assert len(removed) == 1 and f"{ASIDE}-2" in removed[0]
-
-
-def test_what_is_gone_back_behind_keeps_its_step(files, tmp_path):
-    vault = Vault()
-    for number in range(1, 4):
-        path = vault.train(1).write(files, number, step=number)
-    said = TextList()
-    files.begin(path.with_name("000001"), again=False, notifier=said)
-    assert Manifest.open(tmp_path / ASIDE / "step-3").number == 3
-    assert "the snapshots after 1 (000002 to 000003)" in said[0]
-    vault.write(files, 4)
-    files.begin(None, again=False)
-    assert Manifest.open(tmp_path / ASIDE / "step-2").number == 2, "a plain start keeps it, too"
-    assert Manifest.open(tmp_path / f"{ASIDE}-2" / "step-1").number == 1
 
 
 def test_a_snapshot_that_was_moved_aside_can_be_gone_on_from(files, tmp_path):

@@ -77,17 +77,6 @@ def test_no_group_waits_for_another_one(kind):
         assert all(torch.allclose(end, mean, rtol=1e-12) for end, mean in zip(final, means, strict=True))
 
 
-def test_a_job_is_the_same_twice_and_another_with_another_seed():
-    def run(seed: int) -> list[torch.Tensor]:
-        made = job(4, 1, 1, nserver_groups=4, agreement=Agreement.kGossip, seed=seed)
-        cluster = ScriptedCluster(made, 1, STORM, DOUBLE)
-        cluster.train(3, START, SCALE)
-        return cluster.values(1)
-
-    assert all(map(torch.equal, run(5), run(5)))
-    assert not all(map(torch.equal, run(5), run(6)))
-
-
 # --- faults and snapshots --------------------------------------------------------------------
 
 NAMES = ("ring average", "elastic averaging", "gossip")

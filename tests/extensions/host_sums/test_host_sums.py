@@ -105,18 +105,20 @@ CHANGES: list[dict[str, Any]] = [
     {"grads": "kHidden", "pull": "kLazy"},
     {"nonfinite": "kAllow", "grads": "kHidden"},
     {"nservers_per_group": 1, "nservers_per_procs": 1},
+    # AllReduce of two hosts.
+    {"nservers_per_group": 4, "server_worker_separate": False},
 ]
 
 
 @pytest.mark.parametrize(
     ("changes", "size"),
-    [({}, 16), ({}, 2), *zip(CHANGES, (5, 5, 16, 5, 16), strict=True)],
+    [({}, 16), ({}, 2), *zip(CHANGES, (5, 5, 16, 5, 16, 18), strict=True)],
     ids=str,
 )
 def test_the_bits_are_those_of_the_canonical_sum(tmp_path: Path, changes: dict[str, Any], size: int) -> None:
     """Equal shares; unequal ones; and more workers than samples: some have weight 0."""
     job, script = two_units(3, **changes), usual_loop(vectors(4, size))
-    found = run(job, script, tmp_path / "job")
+    found = run(job, script, tmp_path / "job", HOSTS[: 3 if job.cluster.server_worker_separate else 2])
     assert found.same_bits(reference(job, building(wide), script))
     unequal = size == 16 and job.reduce.value == "kMean"
     assert (sums_of(found) > 0, apart_of(found) > 0) == (not unequal, unequal)
@@ -139,15 +141,6 @@ def test_units_of_different_weights_are_asked_for_the_gradients(tmp_path: Path, 
     assert found.same_bits(reference(job, building(wide), script))
     assert sums_of(found) > 0
     assert apart_of(found) > 0
-
-
-def test_servers_beside_workers_are_sent_the_gradients_themselves(tmp_path: Path) -> None:
-    """AllReduce of two hosts: each unit has two of the four servers."""
-    changes = {"server_worker_separate": False, "nservers_per_group": 4}
-    job, script = two_units(2, **changes), usual_loop(BATCHES)
-    found = run(job, script, tmp_path / "job", (0, 1))
-    assert found.same_bits(reference(job, building(wide), script))
-    assert sums_of(found) > 0
 
 
 def test_only_gradients_that_all_have_are_summed(tmp_path: Path) -> None:
