@@ -91,7 +91,7 @@ class ProgramProbe:
         """Return when torch was loaded, by `time.monotonic`, and the times of transports."""
         spec = {"folder": str(self.processes.folder)}
         try:
-            with closing(self.processes.start(f"{_MODULES}.transport_timing:run", spec, "messages")) as process:
+            with closing(self.processes.start(f"{_MODULES}.machine_timing:run", spec, "messages")) as process:
                 process.answer(self._patience_s(0.0))
                 loaded = time.monotonic()
                 self.progress.stage("measuring: messages between two processes")
