@@ -378,7 +378,7 @@ class Trial(FaultyCluster):
     @property
     def snapshots(self) -> int:
         """The number of snapshots that were published and verified."""
-        return self._published + (0 if self.disks is None else self.disks.published)
+        return self._published + (0 if self.disks is None else len(self.disks.published))
 
     def again(self) -> "Trial":
         """Return the next start of the job, from the newest snapshot or the beginning."""

@@ -6,33 +6,23 @@ be exactly those of the batches that the snapshot lists.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from batch_counts import BatchCounts, InvariantViolated
 from fault_schedule import ASSIGNED, FaultSchedule
 from faulty_cluster import FaultyCluster
+from snapshot_archive import Archive
 
 from topotrain.config.sharding import Parameter
 from topotrain.config.topology import Address, Role
 from topotrain.core.optim.state_table import Table
-from topotrain.extensions.checkpointing.checkpoint_extension import snapshots_of
-from topotrain.extensions.checkpointing.snapshot_coordinator import (
-    DropSnapshot,
-    PublishSnapshot,
-    SnapshotOrder,
-)
-from topotrain.extensions.checkpointing.snapshot_messages import (
-    PUBLISHED,
-    WRITTEN,
-    SnapshotPart,
-    SnapshotRequest,
-    snapshot_parts,
-)
+from topotrain.extensions.checkpointing.snapshot_coordinator import DropSnapshot, PublishSnapshot
+from topotrain.extensions.checkpointing.snapshot_messages import snapshot_parts
 from topotrain.extensions.checkpointing.table_file_layout import StoredTable
-from topotrain.tools.simulator.sim_cluster import SimServer
 from topotrain.training.data.batch_ranges import Runs, merged
 
-_COORDINATOR = Address(Role.SERVER, 0, 0)
 _VALID_REASONS = (" never came", " had to start again")
 """Valid reasons to drop a snapshot: the next one was due before a worker's next step, or a worker died before it."""
 
@@ -94,18 +84,7 @@ class PublishedSnapshot:
         raise InvariantViolated(f"no worker has opened a table {table}")
 
 
-@dataclass(frozen=True)
-class SimDisk:
-    """The disk of one server's host."""
-
-    disks: "SimDisks"
-    server: Address
-
-    def execute(self, order: SnapshotOrder) -> None:
-        self.disks.execute(self.server, order)
-
-
-class SimDisks:
+class SimDisks(Archive):
     """The disks of all hosts of one start of a job.
 
     singly: each batch belongs to one worker, and is not divided among a group. before: the snapshot to resume from.
@@ -114,55 +93,29 @@ class SimDisks:
     def __init__(
         self, cluster: FaultyCluster, schedule: FaultSchedule, singly: bool, before: PublishedSnapshot | None = None
     ) -> None:
-        self._cluster, self._schedule, self._singly = cluster, schedule, singly
-        self._values: dict[int, dict[str, torch.Tensor]] = {}
+        self._schedule, self._singly = schedule, singly
         self._counts = BatchCounts(cluster.topology)
         # The former snapshot has all batches of epochs before this one, so snapshots do not list them any more.
         self._over = 0 if before is None else before.first
         self.last = before
-        self.published = 0
         # Numbers go on after a crash, as on a disk that has the earlier snapshots.
-        first = 1 if before is None else before.number + 1
-        for me, sim_server in cluster.sim_servers.items():
-            snapshots_of(sim_server.server).attach_host(SimDisk(self, me), first)
+        super().__init__(cluster, first=1 if before is None else before.number + 1)
 
-    def ask(self) -> None:
-        """Request a snapshot, as the host's clock does."""
-        sim_server: SimServer = self._cluster.sim_servers[_COORDINATOR]
-        self._cluster.transport.when_resumed(lambda: sim_server.handle(_COORDINATOR, SnapshotRequest()), _COORDINATOR)
+    def drop(self, what: DropSnapshot) -> None:
+        self.values.pop(what.number, None)
+        # Simulated disks do not fail, and servers do not die alone, so no other reason can be right.
+        if not what.why.endswith(_VALID_REASONS):
+            raise InvariantViolated(f"snapshot {what.number} was dropped: {what.why}")
 
-    def execute(self, me: Address, what: SnapshotOrder) -> None:
-        """Carry out an order of a server."""
-        if isinstance(what, DropSnapshot):
-            self._values.pop(what.number, None)
-            # Simulated disks do not fail, and servers do not die alone, so no other reason can be right.
-            if not what.why.endswith(_VALID_REASONS):
-                raise InvariantViolated(f"snapshot {what.number} was dropped: {what.why}")
-            return
-        if isinstance(what, PublishSnapshot):
-            self._publish(what)
-            self._answer(me, snapshot_parts(what.number, PUBLISHED, {}))
-            return
-        for slab in what.frozen.values:
-            counts = {p.name: p.count for p in self._cluster.map.parameters}
-            kept = self._values.setdefault(what.number, {})
-            # NaN marks elements that no server has written.
-            whole = kept.setdefault(slab.name, torch.full((counts[slab.name],), torch.nan, dtype=slab.body.dtype))
-            whole[slab.lo : slab.lo + slab.body.numel()] = slab.body
-        self._answer(me, snapshot_parts(what.number, WRITTEN, {"server": str(what.server)}))
-
-    def _answer(self, me: Address, parts: list[SnapshotPart]) -> None:
+    def answer(self, me: Address, number: int, stage: int, data: Mapping[str, Any]) -> None:
         # A disk takes time, so other messages come between an order and its answer.
-        def send() -> None:
-            for part in parts:
-                self._cluster.sim_servers[me].handle(me, part)
+        parts, sim = snapshot_parts(number, stage, data), self.cluster.sim
+        send = partial(self.cluster.transport.when_resumed, lambda: self.say(me, parts), me)
+        sim.at(sim.now + sim.random.uniform(0.0, 0.01), send)
 
-        sim = self._cluster.sim
-        sim.at(sim.now + sim.random.uniform(0.0, 0.01), lambda: self._cluster.transport.when_resumed(send, me))
-
-    def _publish(self, what: PublishSnapshot) -> None:
-        self.published += 1
-        values, facts = self._values.pop(what.number), what.facts
+    def publish(self, what: PublishSnapshot) -> None:
+        super().publish(what)
+        values, facts, schema = self.values.pop(what.number), what.facts, self.cluster.schema
         runs = {int(epoch): merged((int(lo), int(hi)) for lo, hi in listed) for epoch, listed in facts["epochs"]}
         self._over = max(self._over, facts["closed"])
         self._check(what.number, runs, values)
@@ -172,8 +125,8 @@ class SimDisks:
             number=what.number,
             version=facts["version"],
             clocks=dict(facts["clocks"]),
-            parameters=self._cluster.schema.parameters,
-            optimizer=self._cluster.schema.optimizer,
+            parameters=schema.parameters,
+            optimizer=schema.optimizer,
             first_epoch=first,
             passes=min(passes, default=None),
             _steps=dict(facts["steps"]),
@@ -187,7 +140,7 @@ class SimDisks:
         self._over = max(self._over, min(first or 0, self.last.first))
 
     def _check(self, number: int, runs: Mapping[int, Runs], values: Mapping[str, torch.Tensor]) -> None:
-        workers = self._cluster.topology.workers_per_group
+        workers = self.cluster.topology.workers_per_group
         # A batch has one cell for each worker of the group that reads it.
         of_epoch, each = self._schedule.batches * workers, 1 if self._singly else workers
         cells = torch.zeros(of_epoch * self._schedule.epochs)
@@ -198,14 +151,14 @@ class SimDisks:
                 cells[epoch * of_epoch :][first * each : min(last * each, of_epoch)] = 1.0
         for name, found in values.items():
             there = self._counts.of(found[: cells.numel()].to(cells.dtype))
-            if self._schedule.assigns and name == f"p{ASSIGNED}" and self._cluster.topology.worker_groups > 1:
+            if self._schedule.assigns and name == f"p{ASSIGNED}" and self.cluster.topology.worker_groups > 1:
                 # Another group may be between an assignment and its step.
                 there = torch.where((cells == 0) & (there == 1), cells, there)
-            if self._cluster.job.cluster.fragments > 1:
+            if self.cluster.job.cluster.fragments > 1:
                 # A batch is listed with the first fragment that has it.
                 there = torch.where((cells == 1) & (there == 0), cells, there)
             behind = (cells == 1) & (there == 0)
-            lost = [cell for cell in behind.nonzero()[:, 0].tolist() if self._cluster.may_be_lost(cell)]
+            lost = [cell for cell in behind.nonzero()[:, 0].tolist() if self.cluster.may_be_lost(cell)]
             there = torch.where(
                 torch.isin(torch.arange(len(cells)), torch.tensor(lost, dtype=torch.int64)), cells, there
             )
