@@ -1,6 +1,5 @@
 """TensorFlow's client session: tasks in shells of their own, which only join, and clients that come and go."""
 
-import re
 import signal
 import time
 
@@ -9,8 +8,7 @@ import torch
 from free_ports import free_ports
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
-from shells import PATIENCE_S, ROOT, Shell, Shells, ended
-from soak_cases import soak_only
+from shells import PATIENCE_S, Shell, Shells, ended
 
 pytestmark = pytest.mark.journey
 
@@ -75,18 +73,3 @@ def test_a_task_that_dies_ends_the_session_of_its_client(shells: Shells) -> None
     again = shells.python(PROGRAM, "task", hosts, "worker", "1")
     said(again, "ready at tcp://localhost:")
     ended([shells.python(PROGRAM, "client", f"tcp://{workers[1]}", "yes.safetensors")], [0])
-
-
-@soak_only  # tasks and clients: above
-def test_the_page_s_commands_train(shells: Shells) -> None:
-    page = (ROOT / "docs" / "session.md").read_text(encoding="utf-8")
-    commands = [words.split() for words in re.findall(r"^shell \d\$ python (.+)$", page, re.MULTILINE)]
-    ps, *workers = (f"localhost:{port}" for port in free_ports(3))
-    hosts = [f"--ps_hosts={ps}", f"--worker_hosts={','.join(workers)}"]
-    tasks = [shells.python(str(ROOT / program), *words, *hosts) for program, *words in commands[:-1]]
-    for task in tasks:
-        said(task, "ready at tcp://localhost:")
-    program, target = commands[-1]
-    assert target == "--target=tcp://localhost:2223"
-    (words,) = ended([shells.python(str(ROOT / program), f"--target=tcp://{workers[0]}", "--epochs=1")], [0])
-    assert "epoch 0: loss" in words and "accuracy:" in words

@@ -16,7 +16,6 @@ from job_runner import PROGRAMS, JobRunner
 from programs import entry_points
 from safetensors.torch import load_file
 from shells import ended, open_shells
-from soak_cases import soaked
 
 pytestmark = pytest.mark.journey
 
@@ -71,11 +70,11 @@ def close(found: Values, expected: Values) -> None:
 # --- bits --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "cluster", soaked([f"{BESIDE} algorithm: kNaive transport: kTcp"], [BESIDE, f"{APART} transport: kTcp"])
-)
-def test_layouts_and_transports(here: JobRunner, expected: Values, cluster: str) -> None:
-    the_same_bits(here.run(cluster, "entry_points.py", "prepare", name="layout").final, expected)
+def test_layouts_and_transports(here: JobRunner, expected: Values) -> None:
+    the_same_bits(
+        here.run(f"{BESIDE} algorithm: kNaive transport: kTcp", "entry_points.py", "prepare", name="layout").final,
+        expected,
+    )
 
 
 def test_units_that_a_tool_starts(at: Path, served_at: str, warm_at: str, expected: Values) -> None:

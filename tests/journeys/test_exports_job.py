@@ -11,7 +11,6 @@ import pytest
 from free_ports import free_port
 from job_runner import DOWNPOUR, JobRunner
 from prometheus_client.parser import text_string_to_metric_families
-from soak_cases import soak_only
 from unit_hosts import Job
 from wait_limit import ended_after
 
@@ -117,13 +116,3 @@ def test_logs_have_time_and_name_and_topotrains_words(runner: JobRunner) -> None
         if who != WORKERS[0]:
             assert own.startswith("prepared\n") or "topotrain INFO: connects to the servers\nprepared\n" in own
             assert "\ntrained\n" in own and stamps == sorted(stamps)
-
-
-@soak_only
-def test_a_level_silences_the_notices_of_a_script(runner: JobRunner) -> None:
-    """One without steps, which is noticed else."""
-    for level, said in (("WARNING", True), ("ERROR", False)):
-        ended = runner.run(DOWNPOUR, "logging_values.py", "--idle", "--level", level, name=level.lower())
-        log = (ended.workspace / "logs" / "worker-0-0.log").read_text()
-        assert ("topotrain WARNING: " in log) is said, log
-        assert ("topotrain: worker 0/0: " in ended.err) is said, ended.err

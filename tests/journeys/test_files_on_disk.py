@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from job_runner import ALLREDUCE, SANDBLASTER, JobRunner
 from safetensors.torch import load_file
-from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -78,16 +77,3 @@ def test_a_result_that_cannot_be_written_names_the_file_and_the_snapshot(runner:
     assert "Traceback" not in ended.err and not (workspace / "final.tmp").exists()
     again = runner.run(ALLREDUCE, "disk.py", "", "4000", "", extra=extra, options=["--resume", str(workspace)])
     assert load_file(again.workspace / "final.safetensors")["weight"].shape == (8, 4000)
-
-
-@soak_only
-def test_a_second_plain_start_says_what_it_moves(runner: JobRunner):
-    for _ in range(3):
-        workspace = str(runner.folder / "job")
-        ended = runner.run(ALLREDUCE, "disk.py", "kept", "40", workspace, extra="checkpoint_freq: 2")
-    assert "snapshots of the earlier run" in ended.err and "manifests.previous-2 from now on" in ended.err
-    assert sorted(path.name for path in (runner.folder / "job").glob("manifests*")) == [
-        "manifests",
-        "manifests.previous",
-        "manifests.previous-2",
-    ]

@@ -1,7 +1,6 @@
 """What befalls a job of islands: it moves to fewer of them, one more comes, a server dies, and a link is cut."""
 
 import json
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from job_runner import ALLREDUCE, PROGRAMS, JobRunner
 from killed_jobs import resumed, terminated, terminated_again
 from seeds import SOAK
-from soak_cases import soak_only
 from unit_hosts import HostNetwork, Job, wait
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
@@ -43,42 +41,6 @@ def test_islands_become_one_synchronous_group_and_then_three_islands(runner: Job
     assert code == 143 and second is not None and second.version > first.version, said
     cells = resumed(runner, workspace, confs[1], program, *words, "1000").final["cells"]
     assert torch.equal(cells, torch.full_like(cells, epochs)), cells
-
-
-@soak_only
-def test_a_ninth_island_comes_and_no_other_one_waits_for_it(runner: JobRunner) -> None:
-    """Each of the eight makes steps while it is started, and while it makes its first steps: more than in a round."""
-    program = ("counted.py", str(runner.folder), "1600", "2", "8")
-    extra = "on_failure: kContinue reduce: kSum start_groups: 8"
-    command = runner.command(f"{islands(9, sync_freq=2)} quorum: 2", *program, extra=extra)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=runner.folder) as process:
-        wait(lambda: len(list(runner.folder.glob("steps-*"))) == 8 or process.poll() is not None)
-        join = [*runner.python, "-m", "topotrain", "jobs", "join", str(runner.folder / "job"), "--group", "8"]
-        asked = subprocess.run(join, capture_output=True, text=True, timeout=60)
-        out, err = process.communicate(timeout=100)
-    assert asked.returncode == 0 and process.returncode == 0, asked.stderr + out + err
-    report = json.loads((runner.folder / "job.json").read_text())
-    changes = [(change["group"], change["what"]) for change in report["groups"]]
-    assert changes == [(8, "is not there yet"), (8, "joins (incarnation 1)")]
-    rounds = report["rounds"]
-    assert report["samples"] == 1600 * 2 and rounds["lost_steps"] == 0
-    assert (rounds["states_taken"], rounds["states_missed"]) == (1, 0)
-    assert {each["who"]: each["steps"] > 0 for each in rounds["workers"]} == {f"worker {k}/0": True for k in range(9)}
-    assert sum(each["steps"] for each in rounds["workers"]) == 1600 * 2 // 4
-    assert any(8 in each["groups"] for each in rounds["last"])
-
-
-@soak_only
-def test_an_outer_server_without_a_second_copy_dies_and_no_batch_is_lost(runner: JobRunner) -> None:
-    """The job goes on from its snapshot."""
-    words = (str(runner.folder / "job"), "server 0/1", "1", "4", "snapshot")
-    ended = runner.run(islands(3, servers=2), "mortal.py", *words, extra="reduce: kSum snapshot_s: 0.05")
-    ended.check_ledger(3)
-    assert ended.report["samples"] == 96 * 3
-    (incident,) = ended.report["incidents"]
-    assert (incident["who"], incident["action"]) == ("server 0/1", "the whole job starts again"), incident
-    assert "the whole job starts again from /" in ended.err
 
 
 @pytest.fixture

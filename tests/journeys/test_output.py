@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 from job_runner import ALLREDUCE, JobRunner
-from soak_cases import soak_only
 from wait_limit import ended_after
 
 from topotrain.launch.log_lines import without_stamps
@@ -79,12 +77,3 @@ def test_a_death_is_noticed_and_ctrl_c_ends_the_job_while_the_output_is_not_read
         assert job.wait() == 130
     assert "ended by SIGINT" in err
     assert "bytes of output were not taken by their reader" in err and "/job/logs" in err
-
-
-@soak_only
-@pytest.mark.parametrize("streams", ["<&- >&- 2>/dev/full", ">/dev/full 2>&-", "2>&1 | read line"])
-def test_output_that_nothing_takes_ends_no_training(runner: JobRunner, streams: str):
-    command = shlex.join(replace(runner, warm_at="").command(ALLREDUCE, "talk.py", "2000"))
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{command} {streams}"], cwd=runner.folder, timeout=120)
-    assert done.returncode == 0
-    assert (runner.folder / "job" / "final.safetensors").exists()

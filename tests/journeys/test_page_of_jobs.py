@@ -10,19 +10,12 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium, why_none
-from job_runner import ALLREDUCE, DOWNPOUR, HOGWILD, SANDBLASTER, JobRunner
+from job_runner import DOWNPOUR, JobRunner
 from page_command import WatchedJob, waited_for, watching
-from soak_cases import soak_only
 from wait_limit import ended_after
 
 from topotrain.launch.control_socket import ask
-from topotrain.launch.recovery.recovery_actions import (
-    JOIN,
-    LEAVE,
-    GroupRequest,
-    ResizeRequest,
-    TakeSnapshot,
-)
+from topotrain.launch.recovery.recovery_actions import JOIN, LEAVE, GroupRequest, TakeSnapshot
 from topotrain.tools.recording.recording_file import FILE
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -32,7 +25,6 @@ SEEN_S = 2.0
 STATES = "return [...document.querySelectorAll('.process')].map((b) => b.dataset.state)"
 STATE = "document.querySelector(`[data-name='${arguments[0]}']`).dataset.state"
 EVENT = "return document.querySelector(`.event[data-kind=${arguments[0]}]`) !== null"
-COMPUTES = "return document.querySelectorAll('.process[data-state=computes]').length > 0"
 
 
 @pytest.fixture
@@ -55,35 +47,6 @@ def running(runner: JobRunner, cluster: str, extra: str = "") -> Iterator[tuple[
                 yield launcher, job
         finally:
             launcher.kill()
-
-
-@soak_only
-@pytest.mark.parametrize(("cluster", "processes"), [(SANDBLASTER, 5), (ALLREDUCE, 6), (HOGWILD, 6)])
-def test_each_framework_is_seen_while_it_runs_and_afterwards(
-    runner: JobRunner, browser: Browser, cluster: str, processes: int
-) -> None:
-    command = runner.command(cluster, "steady.py", "--epochs", "8", "--step-s", "0.05", options=["--watch", "0"])
-    with watching(command, runner.folder) as job:
-        browser.open(job.address)
-        browser.wait("return document.querySelectorAll('.process').length === arguments[0]", processes)
-        browser.wait(COMPUTES)
-        browser.wait("return document.body.dataset.connection === 'recorded'")
-        assert set(browser.script(STATES)) <= {"finished", "waits", "applies"}
-        assert job.end() == 0, job.said.read_text()
-
-
-@soak_only
-def test_workers_that_leave_and_join_are_seen(runner: JobRunner, browser: Browser) -> None:
-    count = "return document.querySelectorAll('.process[data-role=worker]').length === arguments[0]"
-    with running(runner, SANDBLASTER, "on_failure: kContinue") as (_, job):
-        browser.open(job.address)
-        for change, workers in ((LEAVE, 2), (JOIN, 3)):
-            browser.wait(COMPUTES)
-            ask(runner.folder / "job", ResizeRequest(change, 1))
-            browser.wait(count, workers)
-        browser.wait("return document.querySelectorAll(\".event[data-kind='resized']\").length === 2")
-        # It would go on asking the server, which ends before the window.
-        browser.driver.get("about:blank")
 
 
 def test_deaths_and_what_commands_ask_are_seen_until_the_launcher_is_lost(runner: JobRunner, browser: Browser) -> None:
@@ -130,17 +93,3 @@ def _least_seconds_until_a_death_is_seen(job: WatchedJob, browser: Browser, work
             browser.wait(f"return ['dead', 'restarts'].includes({STATE})", victim)
             seen.append(time.monotonic() - killed)
     return min(seen)
-
-
-@soak_only
-def test_two_jobs_of_a_folder_that_have_ended_are_shown_and_compared(runner: JobRunner, browser: Browser) -> None:
-    for name, cluster in (("one", SANDBLASTER), ("two", DOWNPOUR)):
-        runner.run(cluster, "steady.py", "--epochs", "1", name=name)
-    with watching([*runner.python, "-m", "topotrain", "watch", "."], runner.folder) as job:
-        browser.open(job.address)
-        browser.wait("return document.getElementById('run-rows').textContent.includes('two')")
-        move = "const s = document.getElementById('moment-slider'); s.value = 0; s.dispatchEvent(new Event('input'));"
-        browser.script(move)
-        assert set(browser.script(STATES)) == {"starting"}
-        browser.click("#moment-follow")
-        browser.wait("return document.querySelectorAll('.process[data-state=finished]').length > 0")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from launch_targets import wait_for
 from shells import Shell, Shells, alive, ended
-from soak_cases import soak_only, soaked
 
 from topotrain.tools.cli.app import main
 from topotrain.tools.probe.probe_file import load_probe, parse_probe
@@ -72,42 +71,10 @@ def test_a_probe_of_a_script(shells: Shells, served_at: str) -> None:
     assert 2 in found.sharing
 
 
-@soak_only
-def test_a_script_that_takes_batches_of_one_size_only(shells: Shells, served_at: str) -> None:
-    script(shells.folder, step="assert len(x) == 256; optimizer.step()")
-    ended([probing(shells, served_at, "--quiet", "train.py")], [0])
-    found = load_probe(shells.folder / "probe.json")
-    assert (found.batch.size, found.batch.per_sample_s, found.batch.fixed_s) == (256, 0.0, 0.0)
-    assert found.batch.compute_s(128) == pytest.approx((found.batch.forward_s + found.batch.backward_s) / 2)
-
-
-@soak_only
-def test_a_script_of_which_only_one_copy_runs(shells: Shells, served_at: str) -> None:
-    held = "import fcntl; file = open('held', 'w'); fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"
-    script(shells.folder, before=held)
-    (said,) = ended([probing(shells, served_at, "train.py")], [0])
-    assert load_probe(shells.folder / "probe.json").sharing == {}
-    assert "copies of the program do not run at once, so cores count as shared evenly" in said
-
-
-@pytest.mark.parametrize(
-    ("before", "step", "words"),
-    soaked(
-        [
-            ("tt.epochs = lambda count: range(1)", "optimizer.step(); break", "made 1 step"),
-        ],
-        [
-            ("sys.exit(0)", "pass", "ended without calling topotrain.prepare"),
-            ("sys.exit(3)", "pass", "exit code 3"),
-            ("tt.epochs = lambda count: range(1)", "pass", "made no step with the optimizer"),
-            ("raise ValueError('no data')", "pass", "ValueError: no data (line 12)"),
-        ],
-    ),
-)
-def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str, before: str, step: str, words: str) -> None:
-    script(shells.folder, before, step)
+def test_a_script_that_cannot_be_measured(shells: Shells, served_at: str) -> None:
+    script(shells.folder, "tt.epochs = lambda count: range(1)", "optimizer.step(); break")
     (said,) = ended([probing(shells, served_at, "--quiet", "train.py")], [2])
-    assert words in said
+    assert "made 1 step" in said
     assert said.startswith("topotrain: error: program = 'train.py': ") and said.count("\n") == 1
     # Where it was to be written was checked before the script ran. Nothing is left there.
     assert not (shells.folder / "probe.json").exists()

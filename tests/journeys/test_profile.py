@@ -5,8 +5,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, Ended, JobRunner
-from soak_cases import soaked
+from job_runner import ALLREDUCE, SANDBLASTER, Ended, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -46,19 +45,10 @@ def check_nesting(events: list[dict[str, Any]]) -> None:
             open_until.append(end)
 
 
-@pytest.mark.parametrize(
-    ("cluster", "workers", "servers"),
-    soaked(
-        [(SANDBLASTER + TCP, ["0/0", "0/1", "0/2"], ["0/0", "0/1"])],
-        [(DOWNPOUR + TCP, ["0/0", "0/1", "1/0", "1/1"], ["0/0", "0/1"])],
-    ),
-)
-def test_the_trace_has_every_process_and_every_phase(
-    runner: JobRunner, cluster: str, workers: list[str], servers: list[str]
-) -> None:
-    ended, events = profiled(runner, cluster, "--profile")
+def test_the_trace_has_every_process_and_every_phase(runner: JobRunner) -> None:
+    ended, events = profiled(runner, SANDBLASTER + TCP, "--profile")
     processes = by_process(events)
-    assert list(processes) == [f"worker {at}" for at in workers] + [f"server {at}" for at in servers]
+    assert list(processes) == ["worker 0/0", "worker 0/1", "worker 0/2", "server 0/0", "server 0/1"]
     check_nesting([event for event in events if event["ph"] == "X"])
     for who, spans in processes.items():
         assert {span["cat"] for span in spans} >= (WORKER if who.startswith("worker") else SERVER), who
@@ -74,16 +64,9 @@ def test_the_trace_has_every_process_and_every_phase(
         assert who in ended.err
 
 
-@pytest.mark.parametrize(
-    ("options", "step"), soaked([(("--profile", "--profile-step", "999"), 48)], [(("--profile-step", "3"), 3), ((), 0)])
-)
-def test_which_step(runner: JobRunner, options: tuple[str, ...], step: int) -> None:
+def test_which_step(runner: JobRunner) -> None:
     """Six epochs of eight batches: of a job with fewer steps the last one is shown."""
-    if not step:
-        ended = runner.run(ALLREDUCE, "small.py", options=("--quiet",))
-        assert not (ended.workspace / "trace.json").exists() and not (ended.workspace / "run" / "spans").exists()
-        return
-    ended, events = profiled(runner, ALLREDUCE, *options)
-    assert {e["args"]["step"] for e in events if e["ph"] == "X" and e["name"] == "step"} == {step}
+    ended, events = profiled(runner, ALLREDUCE, "--profile", "--profile-step", "999")
+    assert {e["args"]["step"] for e in events if e["ph"] == "X" and e["name"] == "step"} == {48}
     check_nesting([event for event in events if event["ph"] == "X"])
     assert "open it at" in ended.err

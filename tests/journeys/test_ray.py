@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from changing_job import LEDGER, ChangingJob
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
 from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
@@ -93,34 +92,12 @@ def test_ctrl_c_ends_all_and_leaves_nothing_in_the_cluster(cluster: Sandbox) -> 
     assert left(cluster) == ""
 
 
-@soak_only  # in one process: launch/launchers/test_submission.py
-def test_more_units_than_nodes_are_refused_at_once(cluster: Sandbox) -> None:
-    command = words(cluster, "nworker_groups: 4 nserver_groups: 4", "small.py")
-    command.remove("--pass=room=30")
-    done = cluster.run(*command, cwd=Path.cwd())
-    assert done.returncode == 2, done.stderr
-    assert "no room for the 4 units (2 CPU for unit 0) on the nodes (2 CPU; 2 CPU; 2 CPU)" in done.stderr
-    assert "but --pass=strategy=SPREAD --pass=cpus=1 has" in done.stderr
-    assert not Path("job/launch").exists()
-
-
-@soak_only
-def test_a_group_leaves_and_joins(cluster: Sandbox) -> None:
-    three = "nworker_groups: 2 server_worker_separate: true"
-    command = words(cluster, three, "paced.py", ".", options=("--id=paced", "--json"), extra=LEDGER)
-    with cluster.started(*command, cwd=Path.cwd()) as started:
-        job = ChangingJob(cluster, Path.cwd(), started)
-        job.a_group_leaves_and_joins()
-        job.ends_well()
-    assert left(cluster) == ""
-
-
 @soak_only
 def test_a_node_that_is_lost_and_a_job_that_starts_again(cluster: Sandbox) -> None:
     """The last test of this cluster, which has only two nodes after it."""
     options = ("--max-restarts=1", "--pass=strategy=STRICT_SPREAD", "--json")
     where: dict[str, str] = {}
-    command = words(cluster, TWO, "node_lost.py", str(Path.cwd() / "lived"), options=options)
+    command = words(cluster, TWO, "wrong.py", "waits once", str(Path.cwd() / "lived"), options=options)
     with cluster.started(*command, cwd=Path.cwd()) as started:
         said = []
         for line in started.output:

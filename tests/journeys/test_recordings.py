@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_runner import PROGRAMS, JobRunner
+from job_runner import JobRunner
 from killed_jobs import resumed, terminated
-from soak_cases import soak_only
 from unit_hosts import wait
 
 from tests.support.recorded_jobs import history, read_recording
@@ -111,25 +110,3 @@ def test_a_resumed_job_goes_on_in_its_recording(runner: JobRunner) -> None:
     assert found.view()["job"]["started"] == before.view()["job"]["started"]
     assert found.summary()["step"] > before.summary()["step"]
     assert found.view()["story"][: len(before.view()["story"])] == before.view()["story"]
-
-
-@soak_only
-def test_a_notebook_and_a_comparison_are_recorded(runner: JobRunner) -> None:
-    text = f"""
-import sys
-sys.path.insert(0, {str(PROGRAMS)!r})
-import topotrain as tt
-def train():
-    import runpy
-    sys.argv = ["steady.py", "--epochs", "1"]
-    runpy.run_path({str(PROGRAMS / "steady.py")!r})
-tt.notebook_launch(train, 'cluster {{ {DOWNPOUR} workspace: "book" }}', quiet=True)
-"""
-    subprocess.run([*runner.python, "-c", text], cwd=runner.folder, check=True, timeout=120)
-    assert recorded(runner.folder / "book").view()["job"]["code"] == 0
-    for name in ("one", "two"):
-        (runner.folder / f"{name}.conf").write_text(f"cluster {{ {DOWNPOUR} }}")
-    words = [*runner.python, "-m", "topotrain", "compare", "one.conf", "two.conf", str(PROGRAMS / "steady.py")]
-    subprocess.run([*words, "--", "--epochs", "1"], cwd=runner.folder, check=True, timeout=120, capture_output=True)
-    for name in ("one", "two"):
-        assert recorded(runner.folder / "workspace" / "compare" / name).view()["job"]["code"] == 0

@@ -1,9 +1,7 @@
 """Workers that leave a synchronous job and join it while it runs: every sample counts as often as the script asked."""
 
 import pytest
-import torch
 from job_runner import ALLREDUCE, SANDBLASTER, Ended, JobRunner
-from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 
@@ -33,14 +31,3 @@ def test_a_worker_joins_and_two_leave_and_a_death_meanwhile_costs_no_sample(
     assert "after that change" in ended.err
     log = (ended.workspace / "logs" / "worker-0-1.log").read_text()
     assert "the job goes on with nworkers_per_group: 2" in log
-
-
-@soak_only
-def test_with_one_batch_for_the_whole_group_the_result_is_that_of_a_job_that_no_worker_joined(
-    runner: JobRunner,
-) -> None:
-    joined = resized(runner, SANDBLASTER, "1,-2", "line", extra="")
-    alone = resized(runner, SANDBLASTER, "", "line", extra="", name="alone")
-    assert len(changes(joined)) == 2 and changes(alone) == []
-    for name, tensor in alone.final.items():
-        assert torch.allclose(tensor, joined.final[name], rtol=1e-9, atol=1e-9), name

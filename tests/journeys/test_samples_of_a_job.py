@@ -4,21 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from soak_cases import soaked
 
 from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.topology import layout
-from topotrain.core.events import (
-    Event,
-    Finished,
-    Logged,
-    Resources,
-    ServerLoad,
-    Slices,
-    Started,
-    StepDone,
-    Traffic,
-)
+from topotrain.core.events import Event, Finished, Logged, Resources, ServerLoad, Slices, Started, StepDone, Traffic
 from topotrain.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.journey
@@ -59,13 +48,8 @@ def ran(cluster: Cluster, folder: Path, served_at: str) -> list[Event]:
     return events
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    soaked([replace(APART, transport=TransportChoice.kTcp)], [APART, replace(APART, server_worker_separate=False)]),
-)
-def test_a_launcher_hears_what_each_process_uses_sends_and_does(
-    cluster: Cluster, tmp_path: Path, served_at: str
-) -> None:
+def test_a_launcher_hears_what_each_process_uses_sends_and_does(tmp_path: Path, served_at: str) -> None:
+    cluster = replace(APART, transport=TransportChoice.kTcp)
     events = ran(cluster, tmp_path, served_at)
     workers, servers = {"worker 0/0", "worker 0/1"}, {"server 0/0", "server 0/1"}
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_runner import DOWNPOUR, Ended, JobRunner
+from job_runner import Ended, JobRunner
 from killed_jobs import begun, entries, resumed
 from safetensors.torch import load_file
-from soak_cases import soak_only
-from test_recovery_job import survive
 from test_resume import SYNC
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
@@ -57,17 +55,3 @@ def test_a_server_dies_and_the_bits_are_those_without_the_death(runner: JobRunne
     ended = resumed(runner, workspace / "manifests" / "step-30", "--set", "cluster.nservers_per_group=3")
     assert not different(undisturbed, ended.final)  # rows have found their new homes
     assert rows_of(ended.workspace, "served", 6) == rows
-
-
-@soak_only
-def test_a_server_dies_and_each_sample_counts_once_in_its_row(runner: JobRunner) -> None:
-    ended = survive(runner, DOWNPOUR, "server 0/1", 0, "snapshot", "table", extra="snapshot_s: 0.05")
-    assert "the whole job starts again from /" in ended.err
-    assert rows_of(ended.workspace, "cells", 1) == {sample: [3.0] for sample in range(96)}
-
-
-@soak_only
-def test_a_worker_dies_and_the_whole_job_goes_on_from_the_snapshot(runner: JobRunner) -> None:
-    ended = survive(runner, DOWNPOUR, "worker 1/1", 3, "snapshot", "table", extra="snapshot_s: 0.05")
-    assert "the whole job starts again from /" in ended.err
-    assert rows_of(ended.workspace, "cells", 1) == {sample: [3.0] for sample in range(96)}

@@ -14,14 +14,11 @@ import torch
 from free_ports import free_port
 from job_runner import PROGRAMS, JobRunner
 from process_pool import client
-from safetensors.torch import load_file
 from shells import alive
-from soak_cases import soak_only
-from unit_hosts import TOKEN, UNIT, HostNetwork, Job, Unit, Units
+from unit_hosts import UNIT, HostNetwork, Job, Units
 
 pytestmark = pytest.mark.journey
 
-SANDBLASTER = "nworkers_per_group: 2 nservers_per_group: 2 nservers_per_procs: 2 server_worker_separate: true"
 ALLREDUCE = "nworkers_per_group: 2 nservers_per_group: 2"
 ALLREDUCE_OF_FOUR = "nworkers_per_group: 4 nworkers_per_procs: 2"
 ROOT = Path(__file__).parents[2]
@@ -35,25 +32,6 @@ with open(sys.argv[1], "wb") as file:
         file.write(heard.recv(65536))
         file.flush()
 """
-
-
-@soak_only  # on two hosts: below
-def test_units_give_the_bits_of_topotrain_run_and_slices_follow_their_link(runner: JobRunner, units: Units) -> None:
-    """All units use the size of slices on which they have agreed."""
-    cluster = f"{SANDBLASTER} transport: kTcp"
-    expected = runner.run(cluster, "small.py", name="whole")
-    job = units.job(cluster, "small.py", hosts=3)
-    job.run()
-    job.check_bits(expected.final)
-    report = job.report
-    assert job.reporter == 0
-    assert report["layout"]["link_mbit"] > 0
-    assert report["slice_bytes"] in (1 << 16, 1 << 20, 1 << 22)
-    assert report["code"] == 0
-    assert report["metrics"] == expected.report["metrics"]
-    assert report["samples"] == expected.report["samples"]
-    assert {process["unit"] for process in report["processes"]} == {0, 1, 2}
-    assert all(process["pid"] and process["bytes_out"] for process in report["processes"])
 
 
 def gone(pids: Sequence[int]) -> bool:
@@ -120,37 +98,6 @@ def test_two_hosts_all_reduce_with_gloo(runner: JobRunner, units: Units, network
         torch.testing.assert_close(job.final[name], value, rtol=1e-6, atol=1e-6)
     # Gloo itself would ask for the host's name; torch's own store would listen everywhere.
     assert [first.addresses, second.addresses] == [{address} for address in network.addresses]
-
-
-@soak_only  # on one host: test_by_hand.py
-def test_entry_points_by_hand_on_two_hosts(runner: JobRunner, network: HostNetwork) -> None:
-    """A pserver and a trainer, a ps and a worker, each on another host than the one that it talks to."""
-    far = network.addresses
-    flags = f"num_of_gradient_servers=1;port=7164;pservers={far[0]}"
-    cluster = f"{far[1]}:2222/{far[0]}:2223"
-    program = (str(PROGRAMS / "by_hand.py"), "--workspace")
-    words: list[tuple[int, Sequence[str]]] = [
-        (1, (*program, "paddle", "--paddle", flags)),
-        (0, ("-m", "topotrain", "pserver", *(f"--{flag}" for flag in flags.split(";")))),
-        (1, (*program, "tf", "--tf", f"{cluster}/ps/0")),
-        (0, (*program, "tf", "--tf", f"{cluster}/worker/0")),
-    ]
-    with network.listening(0) as first, network.listening(1) as second:
-        shells = [Unit(network.warm_at(host), command, runner.folder, TOKEN) for host, command in words]
-        try:
-            layout = "nworkers_per_group: 1 nservers_per_group: 1 server_worker_separate: true transport: kTcp"
-            expected = runner.run(layout, "by_hand.py").final
-            ended = [shell.end() for shell in shells]  # all by themselves
-        finally:
-            for shell in shells:
-                shell.kill()
-    assert [code for code, _, _ in ended] == [0] * 4, ended
-    for entry_point in ("paddle", "tf"):
-        final = load_file(runner.folder / entry_point / "final.safetensors")
-        assert final.keys() == expected.keys()
-        assert all(torch.equal(final[name], value) for name, value in expected.items()), entry_point
-    # Workers are called by nobody.
-    assert [first.addresses, second.addresses] == [{address, "127.0.0.1"} for address in far]
 
 
 def test_the_two_shells_of_the_page(runner: JobRunner, network: HostNetwork) -> None:

@@ -5,15 +5,13 @@ import signal
 import pytest
 from job_runner import JobRunner
 from soak_cases import soak_only
-from unit_hosts import Units, covered, wait
+from unit_hosts import Units
 
 pytestmark = pytest.mark.journey
 
 APART = "server_worker_separate: true"
 HOST_SUMS = f"nworkers_per_group: 4 nworkers_per_procs: 2 {APART} link {{ }}"
-DOWNPOUR = f"nworker_groups: 2 nworkers_per_group: 1 nservers_per_group: 1 {APART}"
 PAIRS = f"nworkers_per_group: 2 nworkers_per_procs: 2 nservers_per_group: 2 {APART} transport: kTcp"
-MIXED = "nworker_groups: 2 nservers_per_group: 2 transport: kTcp"
 ELASTIC = "reduce: kSum on_failure: kContinue"
 
 
@@ -38,17 +36,6 @@ def test_a_worker_then_a_server_and_then_a_unit_are_lost(units: Units) -> None:
     assert "manifests/" in job.said[0]
 
 
-@soak_only
-def test_a_unit_whose_workers_others_can_do_without(units: Units) -> None:
-    job = units.paced(DOWNPOUR, 8, hosts=3)
-    job.begin()
-    job.units.pop(1).kill()
-    job.end_well()
-    job.check_ledger(8)
-    (incident,) = job.report["incidents"]
-    assert (incident["who"], incident["action"]) == ("unit 1", "the job goes on without group 1")
-
-
 def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner: JobRunner, units: Units) -> None:
     workspace = str(runner.folder / "units")
     job = units.job(f"nworker_groups: 3 {APART}", "coming.py", workspace, hosts=4, extra=f"{ELASTIC} start_groups: 2")
@@ -60,33 +47,6 @@ def test_groups_leave_and_come_in_units_and_one_comes_for_the_first_time(runner:
     assert job.report["samples"] == 960 * 2 and job.report["incidents"] == []
     assert "group 1 has left; the others continue" in job.said[0]
     assert not list(job.workspace.glob("control-*"))
-
-
-@soak_only
-def test_workers_of_one_unit_come_and_go_in_it(runner: JobRunner, units: Units) -> None:
-    cluster = f"nworkers_per_group: 2 nworkers_per_procs: 2 {APART}"
-    job = units.job(cluster, "resized.py", str(runner.folder / "units"), "1,-1", hosts=2, extra=ELASTIC)
-    job.run()
-    job.check_ledger(3)
-    changes = [(change["what"], change["workers"]) for change in job.report["changes"]]
-    assert changes == [("1 worker joins", 3), ("1 worker leaves", 2)]
-    assert job.report["samples"] == 120 * 3 and job.report["incidents"] == []
-
-
-@soak_only  # units that are asked to end: launch/multinode/test_node.py; `resume`: test_resume.py
-def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(units: Units) -> None:
-    job = units.paced(f"nworkers_per_group: 2 {APART}", 3, hosts=3)
-    job.begin()
-    job.units[1].process.send_signal(signal.SIGTERM)
-    ended = job.end()
-    assert [code for code, _, _ in ended.values()] == [143, 143, 143]
-    assert "with `resume: true` the same job goes on from there" in ended[0][2]
-    job.conf.write_text(f"resume: true\n{job.conf.read_text()}")
-    job.start_hastily(0, 1, 2)
-    job.end_well()
-    job.check_ledger(3)
-    assert "workers: 2 finished" in job.said[0], "unit 0 shows the workers of all units"
-    assert job.report["samples"] == 3 * 240, "what was trained before counts, and is not trained again"
 
 
 def test_a_server_and_a_unit_with_copies_of_servers_die_and_the_result_does_not_show_it(
@@ -105,16 +65,17 @@ def test_a_server_and_a_unit_with_copies_of_servers_die_and_the_result_does_not_
     assert "fresh processes in unit 0" in found[1]["action"]
 
 
-@soak_only
-def test_a_unit_with_a_copy_of_a_server_and_a_group_that_others_can_do_without(units: Units) -> None:
-    """What was counted there counts, and what was not is done by the others. Whoever comes in its place waits."""
-    job = units.paced(f"{MIXED} replicas: 2", 8, hosts=2, extra="on_failure: kContinue restarts: 2")
+@soak_only  # units that are asked to end: launch/multinode/test_node.py; `resume`: test_resume.py
+def test_a_job_that_was_asked_to_end_goes_on_when_its_units_are_started_again(units: Units) -> None:
+    job = units.paced(f"nworkers_per_group: 2 {APART}", 3, hosts=3)
     job.begin()
-    covered(job, 2)
-    job.units[1].kill()
-    job.start_hastily(1)
-    wait(lambda: any(entry["second"] == 1 for entry in job.processes() if entry["servers"]))
-    job.kill("server 0/0")
+    job.units[1].process.send_signal(signal.SIGTERM)
+    ended = job.end()
+    assert [code for code, _, _ in ended.values()] == [143, 143, 143]
+    assert "with `resume: true` the same job goes on from there" in ended[0][2]
+    job.conf.write_text(f"resume: true\n{job.conf.read_text()}")
+    job.start_hastily(0, 1, 2)
     job.end_well()
-    job.check_ledger(8)
-    assert [incident["who"] for incident in job.report["incidents"]] == ["unit 1", "unit 1", "server 0/0"]
+    job.check_ledger(3)
+    assert "workers: 2 finished" in job.said[0], "unit 0 shows the workers of all units"
+    assert job.report["samples"] == 3 * 240, "what was trained before counts, and is not trained again"

@@ -3,8 +3,6 @@
 import argparse
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 
 import torch
@@ -41,34 +39,20 @@ def beside(addresses: str, number: int, workspace: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--paddle", default="", help="flags of tt.init: name=value,...")
-    parser.add_argument("--tf", default="", help="ps hosts/worker hosts/job/task")
     parser.add_argument("--beside", default="", help="addresses of all servers; this is the first, or --number")
     parser.add_argument("--number", type=int, default=0)
     parser.add_argument("--workspace", default="")
     parser.add_argument("--wait-at", default="", help="a file: made after the first step, which is followed by many")
     parser.add_argument("--os-exit", action="store_true", help="ends itself, behind the back of Python")
-    parser.add_argument("--linger-s", type=float, default=0.0, help="leaves a thread that lives so long")
     options = parser.parse_args()
     if options.paddle:
         flags = dict(word.split("=") for word in options.paddle.split(";"))
         tt.init(is_local=False, save_dir=options.workspace, **flags)
     if options.beside:
         beside(options.beside, options.number, options.workspace)
-    setter = None
-    if options.tf:
-        ps, workers, job, task = options.tf.split("/")
-        cluster = tt.train.ClusterSpec({"ps": ps.split(","), "worker": workers.split(",")})
-        server = tt.train.Server(cluster, job, int(task), sync=True, workspace=options.workspace)
-        if job == "ps":
-            server.join()
-            return
-        setter = tt.train.replica_device_setter(cluster=cluster)
-    with tt.train.device(setter):
-        model, optimizer, loader = build()
-    model, optimizer, loader = tt.prepare(model, optimizer, loader)
-    for epoch in tt.epochs(10**6 if options.wait_at else options.epochs):
+    model, optimizer, loader = tt.prepare(*build())
+    for epoch in tt.epochs(10**6 if options.wait_at else 4):
         for x, labels in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), labels).backward()
@@ -79,8 +63,6 @@ def main() -> None:
     print("the script is over", file=sys.stderr)
     if options.os_exit:
         os._exit(0)
-    if options.linger_s:
-        threading.Thread(target=time.sleep, args=(options.linger_s,), name="lingerer").start()
 
 
 if __name__ == "__main__":

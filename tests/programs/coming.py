@@ -1,8 +1,8 @@
 """A ledger, see ledger.py, whose main worker has another group leave the job and come again, and a third one join it.
 
-WORKSPACE [WORKERS]: at its third step worker (0,0) has group 1 leave; at its sixth it has groups 1 and 2 join, and
+WORKSPACE: at its third step worker (0,0) has group 1 leave; at its sixth it has groups 1 and 2 join, and
 waits until each has made a step. Meanwhile the others leave enough to be read: until group 1 is to leave it waits
-behind its first step, and so do both once they are back, until the main worker goes on. WORKERS: in each group, 1.
+behind its first step, and so do both once they are back, until the main worker goes on.
 """
 
 import sys
@@ -16,8 +16,7 @@ from topotrain.launch.control_socket import ask
 from topotrain.launch.recovery.recovery_actions import GroupRequest
 
 EPOCHS, SAMPLES = 2, 960
-workspace, workers = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
-group = tt.rank() // workers
+workspace, group = Path(sys.argv[1]), tt.rank()
 asked, left, on = workspace / "asked", workspace / "left", workspace / "on"
 
 
@@ -27,12 +26,12 @@ def after(steps: int) -> None:
         Path(workspace, f"back {group}" if again else "begun").touch()
         wait_for((on if again else asked).exists)
         time.sleep(0.0 if again else 0.02)  # computing: there is something left when the others come
-    elif steps == 3 and tt.is_main():
+    elif steps == 3:
         wait_for(Path(workspace, "begun").exists)
         asked.touch()
         ask(workspace, GroupRequest("leave", 1, 60.0))
         left.touch()
-    elif steps == 6 and tt.is_main():
+    elif steps == 6:
         for other in (1, 2):
             ask(workspace, GroupRequest("join", other))
         wait_for(lambda: Path(workspace, "back 1").exists() and Path(workspace, "back 2").exists())

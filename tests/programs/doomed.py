@@ -1,11 +1,10 @@
 """Trains a ledger or a small net, and dies of the faults that the command line names.
 
 A fault is WHO:MOMENT:STEP[:WHAT]: worker WHO, at its step number STEP (from 1, counted in each of its lives; 0: any),
-does WHAT: "" it kills itself, "raise" and "hang", or it kills the named, joined by "+": processes of these roles,
-"whole unit 0" with all that is in it, or "everything". Each happens once, when all before it have. Moments:
+does WHAT: "" it kills itself, "raise" and "hang", or it kills the named, joined by "+": processes of these roles, or
+"everything". Each happens once, when all before it have. Moments:
 
-    begin, end                        before `prepare`, and behind the last step
-    given, backward, pushed, after    the batch is there; its gradient is; it was pushed; the step is committed
+    begin, given, after               before `prepare`; the batch is there; the step is committed
     Push, Commit, Deposit, Finish     the first message of this name has left (a Deposit: for a snapshot)
     saved                             a snapshot of a step from STEP on is on disk
 
@@ -106,16 +105,11 @@ class Doom:
         path = self._folder / "job" / "processes.json"
         while True:  # somebody who has just started again is not listed yet
             wait_for(path.exists)
-            found = [entry["pid"] for entry in json.loads(path.read_text()) if _means(name, entry)]
+            entries = json.loads(path.read_text())
+            found = [entry["pid"] for entry in entries if name == "everything" or name in entry["roles"]]
             if all(Path(f"/proc/{pid}").exists() for pid in found):
                 return found
             select.select([], [], [], 0.01)
-
-
-def _means(name: str, entry: dict[str, object]) -> bool:
-    if name == "everything":
-        return True
-    return entry["unit"] == int(name.split()[-1]) if name.startswith("whole unit") else name in entry["roles"]
 
 
 class DoomedSender:
@@ -174,8 +168,6 @@ def main() -> None:
     assert here.worker is not None
     channel = here.worker.client.channel
     channel._sender = DoomedSender(channel._sender, doom)
-    first = next(model.parameters())
-    first.register_hook(lambda _: doom.at("backward"))
     for epoch in tt.epochs(given.epochs):
         for (numbers,) in loader:
             doom.at("given")
@@ -185,11 +177,9 @@ def main() -> None:
             if given.curve is not None:
                 with (given.curve / f"{here.me.index}").open("a") as lines:
                     lines.write(f"{epoch} {numbers.tolist()} {loss.item().hex()}\n")
-            doom.at("pushed")
             optimizer.step()
             doom.stepped()
         schedule.step()
-    doom.at("end")
 
 
 if __name__ == "__main__":

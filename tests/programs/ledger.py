@@ -26,17 +26,6 @@ class Ledger(nn.Module):
         return -self.cells[numbers].sum()
 
 
-class Tabled(Ledger):
-    """The same, with a second cell for each sample in a table on the servers."""
-
-    def __init__(self, cells: int) -> None:
-        super().__init__(cells)
-        self.table = tt.Embedding(None, 1, init="zeros", optimizer=tt.kvstore.SGD(lr=1.0), name="cells")
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        return super().forward(numbers) - self.table(numbers).sum()
-
-
 class Fragmented(Ledger):
     """Three ledgers of the same samples, each a parameter of its own."""
 
@@ -79,9 +68,7 @@ def wait_for(condition: Callable[[], object]) -> None:
         select.select([], [], [], 0.01)
 
 
-def train(
-    samples: int, epochs: int, after: Callable[[int], None], make: type[Ledger] = Ledger, backwards: int = 1
-) -> None:
+def train(samples: int, epochs: int, after: Callable[[int], None], make: type[Ledger] = Ledger) -> None:
     """Fill a ledger in batches of four; `after` is told the number of steps so far behind each."""
     torch.manual_seed(3)
     model = make(samples)
@@ -92,8 +79,7 @@ def train(
     for _ in tt.epochs(epochs):
         for (numbers,) in loader:
             optimizer.zero_grad()
-            for _ in range(backwards):
-                (model(numbers) / backwards).backward()
+            model(numbers).backward()
             optimizer.step()
             steps += 1
             after(steps)
@@ -102,21 +88,19 @@ def train(
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--samples", type=int, default=240)
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--step-s", type=float, default=0.0, help="how long a step takes at least")
     parser.add_argument("--on", help="a file: once it exists, steps take no time")
     parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take --factor times as long")
     parser.add_argument("--factor", type=float, default=4.0)
     parser.add_argument("--sick", type=int, default=-1, help="the worker whose gradients are NaN from its 5th step on")
-    parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
     parser.add_argument("--halves", action="store_true", help="a model that is split over two workers")
     given = parser.parse_args()
     torch.manual_seed(3)
     model: nn.Module = Halves(given.samples) if given.halves else Ledger(given.samples)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = TensorDataset(torch.arange(given.samples))
-    loader = DataLoader(data, batch_size=given.batch, shuffle=True, num_workers=given.loaders)
+    loader = DataLoader(data, batch_size=4, shuffle=True)
     model, optimizer, loader = tt.prepare(model, optimizer, loader)
     steps = 0
     for _ in tt.epochs(given.epochs):

@@ -4,7 +4,7 @@ LIBRARY KIND OUT: `ledger` fills a ledger (see ledger.py); `net` and `plain` tra
 and without random numbers and statistics of its own. The main worker writes to OUT how far the library's loop says it
 has come. `--die RANK:STEP` ends that worker once, as by SIGKILL, right behind the servers' step and before the
 library's own work, and `RANK:STEP:validating` in a validation behind it; of several, one after the other. Steps are
-those of the process. It prints `there` behind step `--at`.
+those of the process.
 """
 
 import argparse
@@ -61,22 +61,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("library", choices=["transformers", "accelerate", "lightning"])
 parser.add_argument("kind", choices=["ledger", "net", "plain"])
 parser.add_argument("out", type=Path)
-parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--die", nargs="*", default=[])
-parser.add_argument("--together", type=int, default=2, help="batches of a step")
-parser.add_argument("--loaders", type=int, default=0, help="processes that read the data")
-parser.add_argument("--slow", type=int, default=-1, help="the worker whose steps take longer")
-parser.add_argument("--range", action="store_true", help="accelerate: a loop over range() and not tt.epochs()")
-parser.add_argument("--at", type=int, default=-1)
 given = parser.parse_args()
 
 torch.manual_seed(5)
 inner = {"ledger": Ledger, "net": Net, "plain": Plain}[given.kind]()
 train, test = Samples(given.kind == "net"), Samples(False)
 LEDGER = given.kind == "ledger"
-# A loss is divided by the number of batches in a step.
-TOGETHER = given.together
-RATE = float(TOGETHER) if LEDGER else 0.05
+EPOCHS, TOGETHER = 3, 2
+RATE = float(TOGETHER) if LEDGER else 0.05  # a loss is divided by the number of batches in a step
 steps, still = 0, threading.Event()
 
 
@@ -94,10 +87,8 @@ def die(where: str = "") -> None:
 def stepped(*_: Any) -> None:
     global steps
     steps += 1
-    still.wait(0.1 if tt.rank() == given.slow else 0.01)  # computing, in place of a larger model
+    still.wait(0.01)  # computing, in place of a larger model
     die()
-    if steps == given.at:
-        print("there", flush=True)
 
 
 def told(**what: Any) -> None:
@@ -131,7 +122,7 @@ def with_transformers() -> None:
 
     arguments = TrainingArguments(
         output_dir=str(given.out.parent / "trainer"),
-        num_train_epochs=given.epochs,
+        num_train_epochs=EPOCHS,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=TOGETHER,
         lr_scheduler_type="constant" if LEDGER else "linear",
@@ -143,7 +134,6 @@ def with_transformers() -> None:
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        dataloader_num_workers=given.loaders,
         remove_unused_columns=False,
     )
 
@@ -177,10 +167,10 @@ def with_accelerate() -> None:
     accelerator, counter, model = Accelerator(cpu=True, gradient_accumulation_steps=TOGETHER), Counter(), inner
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=1.0 if LEDGER else 0.8)
-    loader = DataLoader(train, batch_size=BATCH, shuffle=True, num_workers=given.loaders)
+    loader = DataLoader(train, batch_size=BATCH, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     accelerator.register_for_checkpointing(counter)
-    for _ in range(given.epochs) if given.range else tt.epochs(given.epochs):
+    for _ in tt.epochs(EPOCHS):
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model.loss(batch["number"], batch["x"], batch["y"]))
@@ -248,7 +238,7 @@ def with_lightning() -> None:
         seen = 0
 
         def train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(train, BATCH, shuffle=True, num_workers=given.loaders)
+            return DataLoader(train, BATCH, shuffle=True)
 
         def val_dataloader(self) -> DataLoader[Any]:
             return DataLoader(test, SAMPLES)
@@ -264,7 +254,7 @@ def with_lightning() -> None:
         accelerator="cpu",
         devices=1,
         strategy=TopotrainStrategy(),
-        max_epochs=given.epochs,
+        max_epochs=EPOCHS,
         accumulate_grad_batches=TOGETHER,
         callbacks=[counter],
         logger=False,

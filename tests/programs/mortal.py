@@ -1,12 +1,10 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
-WORKSPACE VICTIM KILLER STEP [back] [all] [snapshot] [late] [freeze] [table] [fragments] [twice]: VICTIM ("server 0/0")
-is killed when worker number KILLER has done STEP steps. With `back` the main worker waits at its second step until the
-killer has made a step in its next life, and with `all` every other worker does; with `snapshot` the killer waits for a
-snapshot of the job before it kills; `late`: it kills only when everything is trained, and the result is about to be
-saved; `freeze`: it stops VICTIM, and lets it be; `table`: each sample has a row of a table, too; `fragments`: each
-sample has a cell in three parameters; `twice`: a step has two backwards. Each start of the script of worker number N
-adds a byte to the file starts-N.
+WORKSPACE VICTIM KILLER STEP [back] [snapshot] [late] [freeze] [fragments]: VICTIM ("server 0/0") is killed when worker
+number KILLER has done STEP steps. With `back` the main worker waits at its second step until the killer has made a step
+in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it kills only when
+everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be; `fragments`: each
+sample has a cell in three parameters. Each start of the script of worker number N adds a byte to the file starts-N.
 """
 
 import json
@@ -16,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from ledger import Fragmented, Ledger, Tabled, train, wait_for
+from ledger import Fragmented, Ledger, train, wait_for
 
 import topotrain as tt
 
@@ -55,14 +53,12 @@ def after(steps: int) -> None:
     # A snapshot needs the state of this worker, too, which goes out with its steps. So it goes on meanwhile.
     elif kills and steps >= int(at) and "late" not in wishes and ("snapshot" not in wishes or saved(1.0)):
         kill()
-    waits = tt.is_main() or ("all" in wishes and not kills)
-    if "back" in wishes and waits and steps == 2:
+    if "back" in wishes and tt.is_main() and steps == 2:
         wait_for(back.exists)
 
 
 with Path(workspace, f"starts-{tt.rank()}").open("a") as starts:
     starts.write("x")
-model = Tabled if "table" in wishes else Fragmented if "fragments" in wishes else Ledger
-train(SAMPLES, EPOCHS, after, model, 2 if "twice" in wishes else 1)
+train(SAMPLES, EPOCHS, after, Fragmented if "fragments" in wishes else Ledger)
 if "late" in wishes:
     tt.report(trained=measured)

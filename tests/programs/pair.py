@@ -1,8 +1,7 @@
 """Two models with an optimizer each: a GAN, or two ledgers (see ledger.py), of which every batch has two steps.
 
-`--die RANK --at STEP`: the process of this worker kills itself once, between the two steps with a batch, or with
-`--after` behind both. As long as the file `--hold` is there, the main worker stops between its two steps with batch
-`--at`, for somebody to kill it.
+`--die RANK --at STEP`: the process of this worker kills itself once, behind both steps with a batch. As long as the
+file `--hold` is there, the main worker stops between its two steps with batch `--at`, for somebody to kill it.
 """
 
 import argparse
@@ -52,7 +51,6 @@ if __name__ == "__main__":
     parser.add_argument("kind", choices=["gan", "ledger"])
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--die", type=int, default=-1)
-    parser.add_argument("--after", action="store_true")
     parser.add_argument("--lived", type=Path, default=Path("lived"))
     parser.add_argument("--hold", type=Path, default=Path("nothing"))
     parser.add_argument("--at", type=int, default=30)
@@ -75,7 +73,7 @@ if __name__ == "__main__":
     batches, still = 0, threading.Event()
 
     def between(both: bool) -> None:
-        if batches == given.at and tt.rank() == given.die and both == given.after and not given.lived.exists():
+        if batches == given.at and tt.rank() == given.die and both and not given.lived.exists():
             given.lived.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if batches == given.at and not both and given.die < 0:

@@ -3,7 +3,7 @@
 WORKSPACE, then how many workers join (above 0) or leave (below 0) at its third step, at the third one of the life of
 the job that follows, and so on. Whoever asks is answered in that next life, so a file in WORKSPACE counts what was
 asked. Then, perhaps, when worker (0,1) is killed once: "asked", as soon as the first change is, or "begins", as the
-life that follows the first change begins. Or "line": no ledger, but a linear model.
+life that follows the first change begins.
 """
 
 import os
@@ -12,10 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
 from ledger import train
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
 from topotrain.config.job import ConfigError
@@ -59,26 +56,6 @@ def after(steps: int) -> None:
         threading.Thread(target=wish, args=(change,)).start()
 
 
-def fit() -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 1)).double()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    x = torch.randn(SAMPLES, 6, dtype=torch.float64)
-    loader = DataLoader(TensorDataset(x, x.sin().sum(1)), batch_size=8, shuffle=True)
-    model, optimizer, loader = tt.prepare(model, optimizer, loader)
-    steps = 0
-    for _ in tt.epochs(EPOCHS):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x).squeeze(1), y).backward()
-            optimizer.step()
-            steps += 1
-            after(steps)
-
-
 waits = False
 die_if("begins")
-if dies == "line":
-    fit()
-else:
-    train(SAMPLES, EPOCHS, after)
+train(SAMPLES, EPOCHS, after)

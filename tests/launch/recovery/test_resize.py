@@ -1,4 +1,4 @@
-"""Workers that leave a job of one group and join it: layouts, what is refused, and that the launcher does it.
+"""Workers that leave a job of one group and join it, and whole groups: layouts, what is refused, and the launcher.
 
 What is decided: policy.txt.
 """
@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.launch_targets import launch, parts, processes
 from topotrain.config import job_file
-from topotrain.config.job import Cluster, ConfigError, Job, Placement
+from topotrain.config.job import Apply, Cluster, ConfigError, Grads, Job, OnFailure, Placement, Shard
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.events import Bounded, Event, Failed, Incident, Notice, Recovered, Resized, Saved, Serving, Started
+from topotrain.extensions.elastic.eligibility import absent_groups, leave_refusal
 from topotrain.launch.control_socket import ask
 from topotrain.launch.recovery.recovery_actions import RequestSnapshot, ResizeRefused, ResizeRequest, RestartResized
 from topotrain.launch.recovery.recovery_policy import RecoveryPolicy, recovery
@@ -168,6 +169,38 @@ def test_the_first_worker_tells_what_only_its_script_shows() -> None:
     assert said({"cluster": Cluster()}, model, loader)[0].most == 0, "with more workers it would be split"
     (told,) = said({}, nn.Linear(2, 2), None)
     assert told.most == 0 and "divides its data itself" in told.text
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+DOWNPOUR = Cluster(nworker_groups=3, server_worker_separate=True)
+GROUPS = Job(cluster=DOWNPOUR, on_failure=OnFailure.kContinue, restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (Job(cluster=Cluster(nworkers_per_group=2, server_worker_separate=True)), "leave WORKSPACE --workers 1"),
+        (replace(GROUPS, on_failure=OnFailure.kStop), "kContinue is needed"),
+        (replace(GROUPS, shard=Shard.kStatic), "shard: kStatic"),
+        (replace(GROUPS, apply=Apply.kOnArrival, grads=Grads.kHidden), "kOnArrival"),
+        (Job(cluster=Cluster(nworker_groups=2, nserver_groups=2)), "servers of its own"),
+        (Job(cluster=Cluster(nworker_groups=2, nworkers_per_group=2, nserver_groups=0)), ""),
+        (GROUPS, ""),
+    ],
+    ids=["synchronous", "kStop", "static", "on arrival", "hogwild", "no servers", "downpour"],
+)
+def test_layouts_that_cannot_do_it_say_why(job: Job, words: str) -> None:
+    why = leave_refusal(replace(job, cluster=job.cluster), layout(job.cluster), job.cluster.nworker_groups - 1)
+    assert (words in why) if words else (why == "" or job.cluster.nserver_groups == 0)
+
+
+def test_a_job_may_begin_with_some_of_its_groups() -> None:
+    job = replace(GROUPS, start_groups=1)
+    assert absent_groups(job, layout(DOWNPOUR)) == {1, 2}
+    for wrong in (replace(GROUPS, start_groups=4), replace(job, shard=Shard.kStatic)):
+        with pytest.raises(ConfigError, match="start_groups"):
+            absent_groups(wrong, layout(DOWNPOUR))
 
 
 # ---- the launcher ----------------------------------------------------------------------------------------------------

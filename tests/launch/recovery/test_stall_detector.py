@@ -1,64 +1,51 @@
-"""Who is told to be waited for when a job makes no step."""
+"""What is told to be waited for when a job makes no step."""
 
 from itertools import pairwise
 
 import pytest
 
-from topotrain.core.events import Exited, Finished, StepDone, Waits
+from topotrain.core.events import Event, Exited, Finished, StepDone, Waits
 from topotrain.launch.recovery.stall_detector import GATHER_S, QUIET_S, StallDetector
 from topotrain.launch.runtime import process_host
 
 A, B, C = WORKERS = ("worker 0/0", "worker 0/1", "worker 1/0")
 NOW = 100.0
+ELSEWHERE = "worker 0/0 has waited 10 s so far: for the servers, or for workers elsewhere"
+NOT_B = "not worker 0/1: is its program"
 
 
 def step(who: str) -> StepDone:
     return StepDone(who, 1.0, 1, 8, None, 0.0, 0, 0, 0)
 
 
-def text(still: StallDetector, now: float = NOW + GATHER_S, missing: tuple[str, ...] = ()) -> str:
-    notice = still.poll(now, missing)
-    return "" if notice is None else notice.text
-
-
-def test_who_does_not_wait_is_waited_for() -> None:
-    still = StallDetector(WORKERS)
-    still.on_event(Waits(A, 10.0), NOW)
-    still.on_event(Waits(C, 10.4), NOW + GATHER_S / 2)
-    assert text(still, NOW + GATHER_S / 2) == ""
-    said = text(still)
-    assert said.startswith("worker 0/0, worker 1/0 have waited 10 s so far; not worker 0/1: is its program")
-    assert text(still) == ""  # once, up to the next word
-
-
-def test_where_all_wait_no_process_is_to_blame() -> None:
-    still = StallDetector((A,))
-    still.on_event(Waits(A, 20.0), NOW)
-    assert text(still) == "worker 0/0 has waited 20 s so far: for the servers, or for workers elsewhere"
-
-
-def test_who_makes_steps_is_not_waited_for() -> None:
-    still = StallDetector((A, B))
-    still.on_event(step(B), NOW - QUIET_S / 2)
-    still.on_event(Waits(A, 10.0), NOW)
-    assert text(still) == ""
-    still.on_event(Waits(A, 20.0), NOW + QUIET_S)
-    assert "not worker 0/1" in text(still, NOW + QUIET_S + GATHER_S)
-
-
-def test_a_step_ends_the_wait() -> None:
-    still = StallDetector((A, B))
-    still.on_event(Waits(A, 10.0), NOW)
-    still.on_event(step(A), NOW)
-    assert text(still) == ""
-
-
-def test_who_has_ended_or_is_away_is_not_waited_for() -> None:
-    still = StallDetector(WORKERS)
-    still.on_event(Finished(B, 1, 8, 0.0, 0, 0, 0), NOW)
-    still.on_event(Exited(B, 7, 0), NOW)
-    still.on_event(Waits(A, 10.0), NOW)
-    assert text(still, missing=(C,)).endswith("for the servers, or for workers elsewhere")
+@pytest.mark.parametrize(
+    ("workers", "events", "missing", "said"),
+    [
+        (WORKERS, [(Waits(A, 10.0), 0.0), (Waits(C, 10.4), GATHER_S / 2)], (), NOT_B),
+        ((A,), [(Waits(A, 10.0), 0.0)], (), ELSEWHERE),
+        # A process that makes steps is not waited for, and a step ends the wait.
+        ((A, B), [(step(B), -QUIET_S / 2), (Waits(A, 10.0), 0.0)], (), ""),
+        ((A, B), [(step(B), -QUIET_S - GATHER_S), (Waits(A, 20.0), 0.0)], (), NOT_B),
+        ((A, B), [(Waits(A, 10.0), 0.0), (step(A), 0.0)], (), ""),
+        # Nor is one that has ended or is away.
+        (
+            WORKERS,
+            [(Finished(B, 1, 8, 0.0, 0, 0, 0), 0.0), (Exited(B, 7, 0), 0.0), (Waits(A, 10.0), 0.0)],
+            (C,),
+            ELSEWHERE,
+        ),
+    ],
+)
+def test_what_does_not_wait_is_waited_for(
+    workers: tuple[str, ...], events: list[tuple[Event, float]], missing: tuple[str, ...], said: str
+) -> None:
+    still = StallDetector(workers)
+    for event, later in events:
+        still.on_event(event, NOW + later)
+    assert still.poll(NOW + GATHER_S / 2, missing) is None
+    notice = still.poll(NOW + GATHER_S, missing)
+    assert (notice is not None and said in notice.text) if said else notice is None
+    assert still.poll(NOW + GATHER_S, missing) is None, "once, up to the next word"
 
 
 def test_a_wait_tells_how_long_it_has_lasted(monkeypatch: pytest.MonkeyPatch) -> None:
