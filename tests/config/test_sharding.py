@@ -180,6 +180,18 @@ def gpt2_small() -> Iterator[Parameter]:
     yield from (parameter("ln_f.weight", d), parameter("ln_f.bias", d))
 
 
+def test_a_name_or_an_alias_is_used_once():
+    for other in (parameter("a"), parameter("tied"), parameter("b", aliases=("a",)), parameter("b", aliases=("tied",))):
+        with pytest.raises(SchemaError, match="is used twice: tied weights are one parameter with aliases"):
+            cut([parameter("a", aliases=("tied",)), other], 1)
+
+
+def test_a_parameter_with_a_home_is_on_that_server_and_all_tensors_stay_whole():
+    made = cut([replace(parameter("a", 300), home=2), parameter("b", 500), replace(parameter("c", 20), home=0)], 3)
+    assert {made.parameters[each.parameter].name: each.shard for each in made.segments} == {"a": 2, "b": 1, "c": 0}
+    assert len(made.segments) == 3
+
+
 def test_defect_3_no_server_is_home_to_more_than_its_share():
     schema = tuple(gpt2_small())
     assert sum(p.count for p in schema) == 124_439_808

@@ -11,7 +11,7 @@ TCP = {"nworkers_per_group": 2, "server_worker_separate": True, "transport": Tra
 
 @pytest.mark.parametrize(
     ("mbit", "expected"),
-    [(0.0, SENT_BYTES), (94.0, SLOW_BYTES), (940.0, SENT_BYTES), (2500.0, SENT_BYTES), (9400.0, FAST_BYTES)],
+    [(0.0, SENT_BYTES), (500.0, SLOW_BYTES), (501.0, SENT_BYTES), (3999.0, SENT_BYTES), (4000.0, FAST_BYTES)],
 )
 def test_large_slices_for_fast_links_and_small_ones_for_slow_links(mbit: float, expected: int) -> None:
     assert slice_bytes(layout(Cluster(**TCP), link_mbit=mbit)) == expected

@@ -615,6 +615,15 @@ def test_data_that_is_divided_already_is_named(kind, groups, mode):
         list(map(next, map(iter, map(job.loader, job.clients))))
 
 
+def test_equal_indices_in_other_batches_are_other_data():
+    cuts = iter([[(0, 1), (2,), (3, 4)], [(0, 1), (2, 3), (4,)]])
+    job = Job(lambda: DataLoader(Numbers(5), batch_sampler=next(cuts)), groups=2, mode="lease")
+    first, second = (iter(job.loader(who)) for who in job.lease_server.workers)
+    next(first)
+    with pytest.raises(AssertionError, match="worker 1/0 and worker 0/0 would read different batches in epoch 0"):
+        next(second)
+
+
 def test_comparing_data_leaves_the_scripts_order_and_its_random_numbers():
     plain = list(DataLoader(Numbers(12), 3, sampler=EachOther(0)))
     job = Job(lambda: DataLoader(Noisy(12), 3, sampler=EachOther(0)), workers=2)

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -298,6 +299,21 @@ def test_before_a_loop_nothing_is_done_and_behind_it_all() -> None:
         if number == 1:
             break
     assert tt.progress() == 0.5
+
+
+def test_it_does_not_fall_where_a_pass_begins_again(job: Any) -> None:
+    here, model = job(), mlp()
+    model, optimizer, batches = tt.prepare(model, sgd(model), loader())
+    found = []
+    for _ in tt.epochs(1):
+        for most in (4, 2):
+            for x, y in islice(batches, most):
+                optimizer.zero_grad()
+                cross_entropy(model, x, y).backward()
+                optimizer.step()
+                found.append(tt.progress())
+    assert found == sorted(found) and found[3] == 0.8
+    here.finish()
 
 
 def test_a_trainer_goes_by_its_train_steps() -> None:

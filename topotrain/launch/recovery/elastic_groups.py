@@ -98,10 +98,6 @@ class GroupStates:
         gone = (GroupState.LEAVING, GroupState.ASKED, GroupState.LOST, GroupState.AWAY)
         return frozenset(g for g in self._groups if self.has_state(g, *gone))
 
-    def _others(self, group: int) -> bool:
-        """Whether another group trains."""
-        return any(g != group and self.has_state(g, GroupState.HERE) for g in self._groups)
-
     def is_going(self, group: int | None) -> bool:
         """Whether the loss of this group's processes is expected."""
         return self.has_state(group, GroupState.LEAVING, GroupState.LOST)
@@ -117,7 +113,8 @@ class GroupStates:
 
     def is_elastic(self, group: int) -> bool:
         """Return whether the job can continue without the group."""
-        return not self._refusals.get(group, "it is not here") and self._others(group)
+        # Group 0 stays to the end, so another group always trains.
+        return not self._refusals.get(group, "it is not here")
 
     def reset(self) -> None:
         """Update the groups for a restart of the whole job."""
@@ -146,8 +143,6 @@ class GroupStates:
         wanted = GroupState.AWAY if request.verb == JOIN else GroupState.HERE
         if part.state is not wanted:
             return f"group {request.group} {part.state.value}; {self}"
-        if request.verb == LEAVE and not self._others(request.group):
-            return f"group {request.group} is the last one that trains"
         return ""
 
     @property

@@ -402,11 +402,9 @@ class RecoveryPolicy:
             return [self._restarts.incident(lost, _DONE, now)]
         group_of = attempt.group_of
         groups = {group_of[who] for who in gone if who in group_of and who not in attempt.finished} - self._states.away
-        # The job goes on without the unit only if nothing in it is irreplaceable and another group trains.
-        rest = set(group_of.values()) - self._states.away - groups
         # Servers without replicas are irreplaceable: their values are lost with them.
         lasting = gone - group_of.keys() - servers
-        if lasting or not rest or not all(self._states.is_elastic(group) for group in groups):
+        if lasting or not all(self._states.is_elastic(group) for group in groups):
             return self._restarts.restart_job_if_possible(lost, now)
         found: list[Action] = []
         if self._replicas is not None and servers:
