@@ -258,18 +258,6 @@ def test_the_page_shows_what_the_blocks_mean():
         assert drawn == sorted(living), heading
 
 
-@pytest.mark.parametrize(
-    ("settings", "relayed", "foreign"),
-    [({}, False, False), ({"algorithm": "kRing"}, True, False), ({"engine": "kGloo"}, False, True)],
-)
-def test_a_collective_sees_no_memory_and_has_server_processes(settings, relayed, foreign):
-    pair = layout(Cluster(nworkers_per_group=2, nservers_per_group=2, **settings))
-    assert (pair.server_collective, pair.torch_collective, pair.collective) == (relayed, foreign, relayed or foreign)
-    assert pair.sees_memory(0) == pair.inline == (not settings)
-    alone = layout(Cluster(**settings))
-    assert not alone.collective and alone.inline
-
-
 @pytest.mark.parametrize("apart", [True, False])
 def test_units_that_workers_have_left_are_idle_and_all_ranks_stay(apart):
     cluster = Cluster(nworkers_per_group=4, nservers_per_group=2, server_worker_separate=apart)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch_targets import wait_for
 from seeds import examples
-from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Tap, TransportGroup, identity
+from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Tap, TransportGroup, identity
 
 from topotrain.comm.security import handshake
-from topotrain.comm.security.handshake import CODES, HandshakeTimeout, NotOurProtocol, Peer, answer, dial
+from topotrain.comm.security.handshake import CODES, NotOurProtocol, Peer, answer, dial
 from topotrain.comm.transport import Refused, TransportError, socket_transport
 from topotrain.core.protocol import Fetch
 
@@ -212,35 +212,3 @@ def test_a_handshake_that_is_answered_too_late_is_tried_again(monkeypatch, kind,
     assert pair.server.ends.empty() and pair.worker.ends.empty()
     transports.close()
     shutil.rmtree(transports.directory, ignore_errors=True)
-
-
-def test_who_never_answers_is_given_up_when_patience_ends(monkeypatch):
-    monkeypatch.setattr(socket_transport, "DEADLINE", 0.05)
-    transports = TransportGroup("tcp")
-    wire = transports.wire(patience=0)
-    wire.attach(WORKER, Recorder())
-    with closing(socket.create_server(("127.0.0.1", 0))) as silent, pytest.raises(HandshakeTimeout, match="too slow"):
-        wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{silent.getsockname()[1]}")
-    transports.close()
-
-
-def test_a_peer_of_another_protocol_is_not_tried_again(monkeypatch):
-    transports = TransportGroup("tcp")
-    wire = transports.wire()
-    wire.attach(WORKER, Recorder())
-    dialed = []
-    monkeypatch.setattr(socket_transport, "dial", lambda *args: dialed.append(args) or dial(*args))
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-
-        def greet():
-            with closing(listener.accept()[0]) as sock:
-                sock.sendall(b"SSH-2.0-OpenSSH_9.0\r\n")
-                sock.recv(500)
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        with pytest.raises(NotOurProtocol, match="does not speak"):
-            wire.connect(WORKER, SERVER, f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        thread.join()
-    assert len(dialed) == 1
-    transports.close()

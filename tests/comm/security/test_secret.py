@@ -1,9 +1,6 @@
 """Where the secret of a job comes from, and what is made of it."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -62,17 +59,6 @@ def test_what_is_no_file_is_refused(tmp_path):
     (tmp_path / "flat").touch()
     with pytest.raises(StoreError, match="set TOPOTRAIN_TOKEN or TOPOTRAIN_TOKEN_FILE"):
         load_secret({"HOME": str(tmp_path / "flat")})
-
-
-@pytest.mark.journey
-def test_processes_that_come_together_agree(tmp_path):
-    code = "import os; from topotrain.comm.security.secret import load_secret; print(load_secret(os.environ).hex())"
-    environ = {key: text for key, text in os.environ.items() if not key.startswith("TOPOTRAIN_TOKEN")}
-    environ |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
-    words = [sys.executable, "-c", code]
-    processes = [subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) for _ in range(6)]
-    assert len({process.communicate(timeout=60)[0] for process in processes}) == 1
-    assert [process.returncode for process in processes] == [0] * 6
 
 
 def test_whoever_was_faster_wins(tmp_path, monkeypatch):

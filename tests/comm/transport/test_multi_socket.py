@@ -3,12 +3,11 @@
 import gc
 import os
 import socket
-import threading
 from contextlib import suppress
 
 import pytest
 import torch
-from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity, send_parts
+from transport_pairs import SERVER, WAIT, WORKER, Pair, Recorder, TransportGroup, identity
 
 from topotrain.comm.security.handshake import SocketNumber, dial
 from topotrain.comm.transport import Refused, TransportError
@@ -32,20 +31,6 @@ def close(*bundles: MultiSocketChannel) -> None:
 RAW = torch.arange(STRIPE * 2, dtype=torch.int32).numpy().tobytes()  # 8 stripes
 
 
-def test_the_lanes_take_turns():
-    here, there, socks = bundles(4)
-    sender = threading.Thread(target=send_parts, args=(here, RAW, [(len(RAW), True)], 1))
-    sender.start()
-    parts = [b"", b"", b"", b""]
-    for stripe in range(len(RAW) // STRIPE):
-        parts[stripe % 4] += socks[stripe % 4 * 2 + 1].recv(STRIPE, socket.MSG_WAITALL)
-    sender.join(WAIT)
-    for lane, part in enumerate(parts):
-        stripes = [RAW[at : at + STRIPE] for at in range(lane * STRIPE, len(RAW), 4 * STRIPE)]
-        assert part == b"".join(stripes)
-    close(here, there)
-
-
 def test_sending_without_waiting_takes_what_all_lanes_take():
     here, there, _ = bundles(3)
     sent = 0
@@ -55,19 +40,6 @@ def test_sending_without_waiting_takes_what_all_lanes_take():
     assert sent > 2 * STRIPE
     got = bytearray(sent)
     assert there.recv_into(got, 0, socket.MSG_WAITALL) == sent
-    close(here, there)
-
-
-def test_a_greeting_on_the_first_lane_is_no_part_of_the_stream():
-    here, there, socks = bundles(2, ahead=7)
-    here.sendmsg([b"welcome"])
-    assert socks[1].recv(7) == b"welcome"
-    sender = threading.Thread(target=send_parts, args=(here, RAW, [(len(RAW), True)], 1))
-    sender.start()
-    got = bytearray(len(RAW))
-    assert there.recv_into(got, 0, socket.MSG_WAITALL) == len(RAW)
-    sender.join(WAIT)
-    assert got == RAW
     close(here, there)
 
 

@@ -206,19 +206,6 @@ def test_many_threads_may_send(transports):
         thread.join()
 
 
-def test_big_messages_both_ways_at_once_do_not_stop_each_other(transports):
-    pair = Pair(transports)
-    body = torch.ones(2 * MEGABYTE)
-    # Each answers from inside `handle` with as much as it gets: nobody could go on if sending waited for the peer.
-    pair.server.on_handle = lambda sender, message: pair.to_worker(values(body, message.version))
-    pair.worker.on_handle = lambda sender, message: (
-        pair.to_server(values(body, message.version + 1)) if message.version < 8 else None
-    )
-    for _ in range(4):
-        pair.to_server(values(body))
-    assert sum(pair.worker.next().version == 8 for _ in range(36)) == 4
-
-
 def test_residents_of_one_process_are_told_apart(transports):
     here, there = transports.wire(), transports.wire()
     servers = {Address(Role.SERVER, 0, i): Recorder() for i in range(3)}

@@ -18,7 +18,6 @@ from topotrain.parallel.program.build_program import program
 from topotrain.parallel.program.split_program import (
     LocationKind,
     ResultRef,
-    SizeArgument,
     StepKind,
     SymbolicShape,
     ValueLocation,
@@ -92,20 +91,6 @@ class Cnn(nn.Module):
         x = f.max_pool2d(f.relu(self.norm(self.conv(x))), 2)
         x = x.view(x.size(0), -1)
         return self.fc(f.dropout(self.drop(x), 0.1, training=self.training))
-
-
-def test_cnn():
-    made = cut(Cnn(), torch.randn(4, 3, 8, 8))
-    view = next(step for step in made.steps if step.name == "view")
-    assert view.args == (ResultRef(view.number - 1), SizeArgument(1, 0), -1) and view.shape == SymbolicShape(
-        (0, 36), "float32", 0
-    )
-    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[Block("conv|norm|fc", 1)])
-    assert [step.name for step in made.steps if step.random] == ["drop", "dropout"]
-    by_features = [step.name for step in made.steps if step.layout == features(1)]
-    assert by_features == ["conv", "norm", "relu", "max_pool2d", "fc"]
-    made = cut(Cnn(), torch.randn(4, 3, 8, 8), training=False)
-    assert [step.name for step in made.steps if step.random] == ["drop"]  # told by the module's own mode
 
 
 def test_nothing_is_allocated_and_parts_may_be_missing():

@@ -87,25 +87,6 @@ def test_gradients_without_edits_are_looked_at_bucket_by_bucket(monkeypatch):
     assert min(job(20, (7,))) == 4
 
 
-def test_grad_keeps_shape_strides_and_dtype():
-    def build():
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 2)).to(
-            memory_format=torch.channels_last
-        )
-        return model, sgd(model)
-
-    def script(t):
-        for _ in range(3):
-            t.backward(t.losses(lambda m, x: m(x).pow(2).mean(), torch.ones(6, 3, 8, 8)))
-            for p in t.model.parameters():
-                assert (p.grad.shape, p.grad.stride(), p.grad.dtype) == (p.shape, p.stride(), p.dtype)
-            t.optimizer.step()
-
-    result = run_local(job_of(), build, script)
-    assert result.distance(plain(build, script)) < 1e-5
-    assert result.workers[0].model[0].weight.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_a_private_backward_sends_nothing_and_leaves_the_workers_own_gradient():
     seen, hidden = {}, {}
 
