@@ -8,13 +8,11 @@ too short a time is not counted. The cells of the ledger and the report's `sampl
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.record import ROOT, environment, say
-from tests.soak.torment import wrong_values
+from benchmarks.record import say
+from tests.soak.torment import PROGRAMS, Ground, Setting, wrong_values
 
-PROGRAM = ROOT / "tests" / "programs" / "ledger.py"
 SAMPLES = 48
 APART = "server_worker_separate: true"
 LAYOUTS = {
@@ -108,14 +105,14 @@ def size(folder: Path) -> int:
 class Watch:
     """Looks at all processes of a job, and kills a worker now and then."""
 
-    def __init__(self, found: Found, workspace: Path, launcher: int, kill_every: float, seed: int) -> None:
-        self._found, self._workspace, self._launcher = found, workspace, launcher
+    def __init__(self, found: Found, workspace: Path, kill_every: float, seed: int) -> None:
+        self._found, self._workspace = found, workspace
         self._every, self._dice, self._due = kill_every, random.Random(seed), time.monotonic() + kill_every
 
-    def __call__(self) -> None:
-        """Once a second."""
+    def __call__(self, launcher: int) -> None:
+        """Once a second. launcher: its pid."""
         workers: list[int] = []
-        for pid, role in {self._launcher: "launcher", **self._processes()}.items():
+        for pid, role in {launcher: "launcher", **self._processes(launcher)}.items():
             now = look(pid)
             if now is not None:
                 self._found.histories.setdefault(pid, ProcessHistory(role)).looks.append(now)
@@ -128,47 +125,32 @@ class Watch:
                 os.kill(self._dice.choice(workers), signal.SIGKILL)
                 self._found.killed += 1
 
-    def _processes(self) -> dict[int, str]:
+    def _processes(self, launcher: int) -> dict[int, str]:
         try:
             entries = json.loads((self._workspace / "processes.json").read_text())
         except (OSError, ValueError):
             return {}
-        living = [entry for entry in entries if entry["exit"] is None and entry["pid"] != self._launcher]
+        living = [entry for entry in entries if entry["exit"] is None and entry["pid"] != launcher]
         return {entry["pid"]: ", ".join(entry["roles"]) for entry in living}
 
 
-def endure(name: str, cluster: str, extra: str, epochs: int, kill_every: float, seed: int, limit_s: float) -> Found:
-    """Run one job, and look at it."""
-    found, began = Found(name), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="tt-endurance-", ignore_cleanup_errors=True) as made:
-        folder = Path(made)
-        conf, workspace, report = folder / "job.conf", folder / "job", folder / "report.json"
-        block = f'cluster {{ {cluster} workspace: "{workspace}" }}'
-        conf.write_text(f'name: "job" reduce: kSum restarts: 1000000 {extra} {block}\n')
-        command = [sys.executable, "-m", "topotrain", "run", "--quiet", "--report", str(report), str(conf)]
-        command += [str(PROGRAM), "--epochs", str(epochs), "--samples", str(SAMPLES)]
-        with (folder / "said").open("w+") as said:
-            job = subprocess.Popen(command, cwd=folder, env=environment(), stdout=said, stderr=said)
-            watch = Watch(found, workspace, job.pid, kill_every, seed)
-            try:
-                while job.poll() is None and time.monotonic() - began < limit_s:
-                    with suppress(subprocess.TimeoutExpired):
-                        job.wait(1.0)
-                        break
-                    watch()
-                if job.poll() is None:
-                    found.wrong.append(f"did not end within {limit_s:g} s")
-            finally:
-                job.terminate()
-                job.wait()
-            said.seek(0)
-            found.seconds = time.monotonic() - began
-            found.wrong += [f"exit code {job.returncode}: {said.read()[-500:]}"] if job.returncode else []
-        if not job.returncode:
-            found.wrong += wrong_values(workspace / "final.safetensors", epochs)
-            samples = json.loads(report.read_text())["samples"]
-            wrong = samples != epochs * SAMPLES
-            found.wrong += [f"{samples} samples instead of {epochs * SAMPLES}"] if wrong else []
+def endure(ground: Ground, setting: Setting, kill_every: float, seed: int, limit_s: float) -> Found:
+    """Run one job, and look at it. cells: of its setting, the epochs."""
+    found, began, epochs = Found(setting.framework), time.monotonic(), setting.cells
+    conf, workspace = ground.conf(setting, "job")
+    report = conf.with_name("report.json")
+    words = ["run", *ground.common, "--report", str(report), str(conf), str(PROGRAMS / setting.program), *setting.args]
+    code, _, said = ground.topotrain(words, limit_s, Watch(found, workspace, kill_every, seed))
+    found.seconds = time.monotonic() - began
+    if code is None:
+        found.wrong.append(f"did not end within {limit_s:g} s")
+    elif code:
+        found.wrong.append(f"exit code {code}: {said[-500:]}")
+    else:
+        found.wrong += wrong_values(workspace / "final.safetensors", epochs)
+        samples = json.loads(report.read_text())["samples"]
+        wrong = samples != epochs * SAMPLES
+        found.wrong += [f"{samples} samples instead of {epochs * SAMPLES}"] if wrong else []
     found.wrong += grown(found)
     return found
 
@@ -208,10 +190,12 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=900.0, help="of one job")
     given = parser.parse_args()
     bad = jobs = killed = 0
-    for name in given.only:
-        for snapshots, extra in SNAPSHOTS.items():
-            words = (f"{name} {snapshots}", LAYOUTS[name], extra, given.epochs, given.kill_every)
-            found = endure(*words, given.seed + jobs, given.limit_s)
+    with Ground() as ground:
+        for name, (snapshots, extra) in itertools.product(given.only, SNAPSHOTS.items()):
+            args = ("--epochs", str(given.epochs), "--samples", str(SAMPLES))
+            extra = f"reduce: kSum restarts: 1000000 {extra}"
+            setting = Setting(f"{name} {snapshots}", LAYOUTS[name], extra, args=args, cells=given.epochs)
+            found = endure(ground, setting, given.kill_every, given.seed + jobs, given.limit_s)
             jobs, killed, bad = jobs + 1, killed + found.killed, bad + bool(found.wrong)
             say(f"  {told(found)}: {'; '.join(found.wrong) or 'ok'}")
     print(f"{jobs} jobs of {given.epochs} epochs, {killed} kills, {bad} of them wrong or grown; seed {given.seed}")

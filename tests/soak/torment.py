@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,8 +99,8 @@ class Ground:
 
     def __enter__(self) -> "Ground":
         """Run a first job: only after it has the forkserver all that it needs."""
-        conf, _ = self._conf(Setting("first", "", ""), "first")
-        self._topotrain(["run", *self._common(), str(conf), str(PROGRAMS / "ledger.py")], 120)
+        conf, _ = self.conf(Setting("first", "", ""), "first")
+        self.topotrain(["run", *self.common, str(conf), str(PROGRAMS / "ledger.py")], 120)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -111,12 +111,12 @@ class Ground:
         """Torment a job once, and look at what it leaves."""
         found = Trial(setting, seed)
         expected = None if setting.cells else self._bits(setting)
-        conf, workspace = self._conf(setting, "job")
+        conf, workspace = self.conf(setting, "job")
         words = ["chaos", "--seed", str(seed), *blows.words]
         program = [str(conf), str(PROGRAMS / setting.program), *setting.args]
         found.command = shlex.join(["topotrain", *words, *program]) + f"   # {conf.read_text()!r}"
         before = self._seen()
-        code, out, found.said = self._topotrain([*words, "--json", *self._common(), *program], limit_s)
+        code, out, found.said = self.topotrain([*words, "--json", *self.common, *program], limit_s)
         if code is None:
             found.wrong.append(f"hung: it did not end within {limit_s:g} s")
             found.said += stacks(workspace / "logs")
@@ -128,10 +128,13 @@ class Ground:
         self._look(found, before)
         return found
 
-    def _common(self) -> list[str]:
+    @property
+    def common(self) -> list[str]:
+        """Options of all commands."""
         return ["--quiet", "--forkserver", self._running.path]
 
-    def _conf(self, setting: Setting, name: str) -> tuple[Path, Path]:
+    def conf(self, setting: Setting, name: str) -> tuple[Path, Path]:
+        """Write a job file; return it, and the workspace, which is empty."""
         conf, workspace = self._folder / f"{name}.conf", self._folder / name
         shutil.rmtree(workspace, ignore_errors=True)
         conf.write_text(f'name: "{name}" {setting.extra} cluster {{ {setting.cluster} workspace: "{workspace}" }}\n')
@@ -140,23 +143,28 @@ class Ground:
     def _bits(self, setting: Setting) -> Tensors:
         """The result of the same job, left alone."""
         if setting.framework not in self._undisturbed:
-            conf, workspace = self._conf(setting, "undisturbed")
-            words = ["run", *self._common(), str(conf), str(PROGRAMS / setting.program), *setting.args]
-            code, _, said = self._topotrain(words, 180.0)
+            conf, workspace = self.conf(setting, "undisturbed")
+            words = ["run", *self.common, str(conf), str(PROGRAMS / setting.program), *setting.args]
+            code, _, said = self.topotrain(words, 180.0)
             if code:
                 raise RuntimeError(f"{setting.framework}: the job does not even run undisturbed:\n{said}")
             self._undisturbed[setting.framework] = load_file(workspace / "final.safetensors")
         return self._undisturbed[setting.framework]
 
-    def _topotrain(self, words: Sequence[str], limit_s: float) -> tuple[int | None, str, str]:
-        """Exit code (None: it hung), stdout and stderr."""
+    def topotrain(
+        self, words: Sequence[str], limit_s: float, look: Callable[[int], None] = lambda pid: None
+    ) -> tuple[int | None, str, str]:
+        """Run a command; exit code (None: it hung), stdout and stderr. look: is called with its pid once a second."""
         command, pipe = [sys.executable, "-m", "topotrain", *words], subprocess.PIPE
         own: dict[str, Any] = {"cwd": self._folder, "env": self._environ, "start_new_session": True}
         process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **own)
         try:
-            out, said = process.communicate(timeout=limit_s)
-            return process.returncode, out, said
-        except subprocess.TimeoutExpired:
+            until = time.monotonic() + limit_s
+            while (left := until - time.monotonic()) > 0:
+                with suppress(subprocess.TimeoutExpired):
+                    out, said = process.communicate(timeout=min(1.0, left))
+                    return process.returncode, out, said
+                look(process.pid)
             for pid in self._living():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGABRT)
