@@ -44,33 +44,22 @@ class Recorder(ClientExtension):
         return peer.role is Role.WORKER
 
 
-def test_an_extension_gets_its_messages_and_their_bodies_memory():
-    harness, recorder = ClientHarness(), Recorder()
+def test_an_extension_gets_its_messages_with_memory_for_bodies_commits_and_losses():
+    harness, recorder, step = ClientHarness(), Recorder(), end(fetch=False)
     hello, part = ActivationHello(), Activation(0, 0, 0, False, False, 0, 1, 8, 0, (2,), "float32")
     assert harness.exchange.place(PEER, part, True) is None
     harness.exchange.handle(PEER, hello)  # nothing handles it: it is dropped
     harness.exchange.attach(recorder)
     assert harness.exchange.place(PEER, part, False) is recorder.memory
     harness.exchange.handle(PEER, hello)
-    assert recorder.calls == [("bind", ME), (PEER, hello)]
     assert harness.exchange.extension(Recorder) is recorder
-
-
-def test_an_extension_is_called_around_a_commit():
-    harness, recorder, step = ClientHarness(), Recorder(), end(fetch=False)
-    harness.exchange.attach(recorder)
-    harness.answer_next(0, applied(0, version=5))
-    harness.answer_next(1, applied(0, version=5))
+    for number in (0, 1):
+        harness.answer_next(number, applied(0, version=5))
     harness.exchange.steps.commit(0, step)
-    assert recorder.calls[1:] == [("before", 0, step), ("after", 5)]
+    assert recorder.calls == [("bind", ME), (PEER, hello), ("before", 0, step), ("after", 5)]
     harness.take(m.Commit)
-
-
-def test_a_loss_that_an_extension_judges_does_not_end_the_job():
-    harness = ClientHarness()
-    harness.exchange.attach(Recorder())
     harness.exchange.lost(PEER, "closed")
-    assert harness.exchange.channel.failure is None
+    assert harness.exchange.channel.failure is None, "the extension says that it does not end the job"
     harness.exchange.lost(SERVERS[0], "closed")
     assert isinstance(harness.exchange.channel.failure, PeerLost)
 

@@ -126,6 +126,7 @@ def test_a_users_class_comes_only_from_the_jobs_own_module(monkeypatch: pytest.M
         ("os:system", "my_rules"),
         ("my_rules:other", "my_rules"),
         ("torch.optim.LBFGS", ""),
+        ("topotrain:Nothing", ""),
     ]:
         with pytest.raises(UnsupportedOptimizer):
             SliceUpdate(OptimizerSpec(name, ({},), (0,)), [(0, 0, value)], import_module=module_name)

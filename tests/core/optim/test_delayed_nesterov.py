@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.config.job import ConfigError, LRGen, Param, Updater, UpdaterType
-from topotrain.core.optim.adapter import OptimizerSpec, SliceUpdate, UnsupportedOptimizer, describe, hyper
+from topotrain.core.optim.adapter import OptimizerSpec, SliceUpdate, describe, hyper
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.core.optim.updater_block import build
 
@@ -145,12 +145,6 @@ def test_a_parameter_without_a_gradient_counts_no_update() -> None:
 def test_settings_out_of_bounds(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         DelayedNesterov(values(), **settings)
-
-
-def test_another_name_of_ours_is_refused() -> None:
-    spec = OptimizerSpec("topotrain:Nothing", ({"lr": 0.1},), (0,))
-    with pytest.raises(UnsupportedOptimizer, match="must be of the job's `import`"):
-        SliceUpdate(spec, [(0, 0, torch.zeros(64))])
 
 
 def test_the_block_builds_it() -> None:

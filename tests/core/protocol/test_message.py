@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -159,12 +160,23 @@ def test_what_does_not_fit_the_model_is_refused_and_training_goes_on(message: m.
     assert harness.heard(worker(), m.Applied)
 
 
-def test_too_many_open_backwards_are_refused() -> None:
-    home = started(nworkers_per_group=2).servers[server()]
-    for ordinal in range(64):
-        home.handle(worker(), m.Push(0, ordinal, 0, 1.0, b"\1", body=torch.zeros(192)))
-    with pytest.raises(ProtocolError, match="while 64 others are not over"):
-        home.handle(worker(), m.Push(0, 64, 0, 1.0, b"\1", body=torch.zeros(192)))
+@pytest.mark.parametrize(
+    ("join", "most", "message", "words"),
+    [
+        (True, 64, lambda n: m.Push(0, n, 0, 1.0, b"\1", body=torch.zeros(192)), "while 64 others are not over"),
+        (True, 64, lambda n: m.Fetch(n), "asks on and on"),
+        (False, _MAX_HELD, lambda n: m.Fetch(1), "sends too much before"),
+    ],
+    ids=["open backwards", "readers", "before the model"],
+)
+def test_what_a_server_keeps_for_a_worker_is_bounded(
+    join: bool, most: int, message: Callable[[int], m.Message], words: str
+) -> None:
+    home = ServerHarness(nworkers_per_group=2, join=join).servers[server()]
+    for number in range(most):
+        home.handle(worker(), message(number))
+    with pytest.raises(ProtocolError, match=words):
+        home.handle(worker(), message(most))
 
 
 @pytest.mark.parametrize(
@@ -209,14 +221,6 @@ def test_a_wrong_message_that_was_held_is_reported_to_its_sender() -> None:
     out = [reply for part in harness.schema.parts() for reply in home.handle(worker(), part)]
     (fail,) = [(to, reply.text) for to, reply in out if isinstance(reply, m.Fail)]
     assert fail[0] == worker(0, 1) and "bucket 99 is not mine" in fail[1]
-
-
-def test_what_is_held_is_bounded() -> None:
-    home = ServerHarness(nworkers_per_group=2, join=False).servers[server()]
-    for _ in range(_MAX_HELD):
-        home.handle(worker(), m.Fetch(1))
-    with pytest.raises(ProtocolError, match="sends too much before"):
-        home.handle(worker(), m.Fetch(1))
 
 
 class DroppingTransports:
@@ -273,11 +277,3 @@ def test_a_request_sent_twice_is_held_once() -> None:
     for _ in range(5):
         assert book.handle(worker(1), LeaseRequest(0, 0, 1, 0, 0, True)) == []
     assert len(book._epochs[0].held) == 1
-
-
-def test_readers_that_ask_on_and_on_are_refused() -> None:
-    home = ServerHarness(nworkers_per_group=2)
-    for number in range(64):
-        home.servers[server()].handle(worker(), m.Fetch(number))
-    with pytest.raises(ProtocolError, match="asks on and on"):
-        home.servers[server()].handle(worker(), m.Fetch(64))

@@ -78,17 +78,3 @@ def test_on_shared_memory_only_gradients_are_ever_shown(grads, monkeypatch):
         for index in range(len(first.worker.parts.tensors)):
             mine, theirs = (each.worker.buffers.view("params", index) for each in (first, worker))
             assert mine.data_ptr() == theirs.data_ptr()
-
-
-def test_accumulated_gradients_still_travel_as_means(monkeypatch):
-    """A second backward adds to what the first one wrote, so the servers may not write over it."""
-
-    def script(trainer):
-        for a, b in zip(vectors(STEPS), vectors(STEPS, seed=1), strict=True):
-            for batch in (a, b):
-                trainer.backward(trainer.losses(cross_entropy, *batch))
-            trainer.optimizer.step()
-            trainer.optimizer.zero_grad()
-
-    job, build = job_of("sandblaster"), building(mlp, sgd)
-    assert run_local(job, build, script, shared=True).same_bits(run_local(job, build, script))

@@ -108,12 +108,9 @@ def test_a_step_waits_for_an_extension_and_goes_on_with_its_next_message():
     assert job.server.state.version == 0
     job.server.handle(A, TableStatsRequest(0, 0, 7))
     assert job.server.state.version == 1
-
-
-def test_an_amended_vote_decides():
-    job = core(Doubter())
-    job.steps(1)
-    assert job.server.state.version == 0, "the step is skipped"
+    doubted = core(Doubter())
+    doubted.steps(1)
+    assert doubted.server.state.version == 0, "an amended vote decides: the step is skipped"
 
 
 def test_only_what_is_overridden_is_bound():
