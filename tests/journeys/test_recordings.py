@@ -20,8 +20,7 @@ from topotrain.comm.store.discovery.job_registry import Registry
 from topotrain.core.events import Output
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader
-from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-from topotrain.tools.recording.recording_file import FILE
+from topotrain.tools.recording.recording_file import FILE, RecordedWorkspace
 
 pytestmark = pytest.mark.journey
 

@@ -8,8 +8,7 @@ from topotrain.config.job import Cluster
 from topotrain.config.topology import layout
 from topotrain.core.events import StepDone
 from topotrain.tools.recording.recorded_lines import Recorded, RecordingHeader, TimedEvent, layout_data, to_line
-from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-from topotrain.tools.recording.recording_file import FILE, RecordingFile
+from topotrain.tools.recording.recording_file import FILE, RecordedWorkspace, RecordingFile
 
 STARTED = 1_700_000_000.0
 

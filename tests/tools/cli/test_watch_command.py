@@ -12,8 +12,8 @@ import pytest
 from tests.support.recorded_jobs import Clock, header, step
 from topotrain.core import events
 from topotrain.launch.agent.file_locks import locked
-from topotrain.tools.recording.recorded_workspace import QUIET_S
-from topotrain.tools.recording.recording_file import FILE, RecordingWriter
+from topotrain.tools.recording.recording_file import FILE, QUIET_S
+from topotrain.tools.recording.recording_writer import RecordingWriter
 from topotrain.tools.summary_text import summary_text
 
 Ask = Callable[..., tuple[int, str, str]]

@@ -17,7 +17,7 @@ from topotrain.core.events import Logged, Slices, Started
 from topotrain.tools.dashboard import page_files
 from topotrain.tools.dashboard.page_server import bind_page, served_page
 from topotrain.tools.dashboard.run_comparison import compared, run_figures
-from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
+from topotrain.tools.recording.recording_file import RecordedWorkspace
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
 

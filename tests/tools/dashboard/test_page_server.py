@@ -25,8 +25,7 @@ from topotrain.tools.dashboard.page_server import bind_page, served_page
 from topotrain.tools.dashboard.run_comparison import add_new_runs, read_runs, runs_of
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
-from topotrain.tools.recording.recorded_workspace import QUIET_S, RecordedWorkspace
-from topotrain.tools.recording.recording_file import FILE, RecordingFollower
+from topotrain.tools.recording.recording_file import FILE, QUIET_S, RecordedWorkspace, RecordingFollower
 
 QUICK_S = 0.02
 EVIL = "</script><img src=x onerror=alert(1)>"

@@ -57,6 +57,7 @@ def collected(tmp_path: Path, *processes: ProcessSpans) -> list[ProcessSpans]:
 
 
 def test_processes_stand_in_order_and_those_without_a_step_are_left_out(tmp_path):
+    assert collected(tmp_path, server()) == [] == trace_export.collect(tmp_path / "missing")
     (tmp_path / "wanted").write_text("7")
     (tmp_path / "worker-0-5.tmp").write_text("half a fi")
     idle = ProcessSpans("worker 0/3", 5, (span("pull", 0, 1),))
@@ -64,44 +65,39 @@ def test_processes_stand_in_order_and_those_without_a_step_are_left_out(tmp_path
     assert [process.who for process in found] == ["worker 0/2", "worker 0/10", "server 0/0", "server 0/1"]
 
 
-def test_without_a_finished_step_there_is_nothing(tmp_path):
-    assert collected(tmp_path, server()) == []
-    assert trace_export.collect(tmp_path / "missing") == []
+def test_a_worker_is_counted_by_its_innermost_span_and_a_server_in_the_workers_time(tmp_path):
+    own, others = trace_export.shares(collected(tmp_path, worker(), server()))
+    for share, who, step, expected in (
+        (
+            own,
+            "worker 0/0",
+            7,
+            {"forward": 0.2, "backward": 0.35, "push": 0.05, "pull": 0.1, "wait": 0.15, "other": 0.15},
+        ),
+        (others, "server 0/0", 0, {"reduce": 0.10, "apply": 0.15, "pull": 0.05, "wait": 0.70}),
+    ):
+        assert share.phases == pytest.approx({**dict.fromkeys((*PHASES, "other"), 0.0), **expected})
+        assert (share.who, share.step, share.seconds) == (who, step, pytest.approx(0.1))
+    terminal = console()
+    with terminal.capture() as shown:
+        terminal.print(phases([own, others]))
+    row = next(line for line in shown.get().splitlines() if "worker 0/0" in line)
+    assert row.split() == ["worker", "0/0", "7", "100.0", "20.0%", "35.0%", "5.0%", "–", "–", "10.0%", "15.0%", "15.0%"]
+    assert "server 0/0" in shown.get()
 
 
-def test_a_worker_is_counted_by_its_innermost_span(tmp_path):
-    (share, _) = trace_export.shares(collected(tmp_path, worker(), server()))
-    expected = {"forward": 0.2, "backward": 0.35, "push": 0.05, "pull": 0.1, "wait": 0.15, "other": 0.15}
-    assert share.phases == pytest.approx({**dict.fromkeys(PHASES, 0.0), **expected})
-    assert (share.who, share.step, share.seconds) == ("worker 0/0", 7, pytest.approx(0.1))
-
-
-def test_a_server_is_shown_in_the_workers_time_and_waits_in_between(tmp_path):
-    (_, share) = trace_export.shares(collected(tmp_path, worker(), server()))
-    expected = {"reduce": 0.10, "apply": 0.15, "pull": 0.05, "wait": 0.70}
-    assert share.phases == pytest.approx({**dict.fromkeys((*PHASES, "other"), 0.0), **expected})
-    assert (share.step, share.seconds) == (0, pytest.approx(0.1))
-
-
-def test_two_servers_of_a_process_are_one_row(tmp_path):
+def test_two_servers_of_a_process_are_one_row_and_groups_of_their_own_pace_widen_its_time(tmp_path):
     """At each moment the process does what the first of PHASES is that one of them does."""
     rows = (span("reduce", 0, 40, "server 0/0"), span("apply", 20, 60, "server 0/1"))
     _, share = trace_export.shares(collected(tmp_path, worker(), ProcessSpans("server 0/0", 9, rows)))
-    assert share.phases["reduce"] == pytest.approx(0.4)
-    assert share.phases["apply"] == pytest.approx(0.2)
-    assert share.phases["wait"] == pytest.approx(0.4)
-
-
-def test_groups_that_do_not_wait_for_each_other_widen_the_servers_time(tmp_path):
+    assert [share.phases[name] for name in ("reduce", "apply", "wait")] == pytest.approx([0.4, 0.2, 0.4])
     *_, share = trace_export.shares(collected(tmp_path, worker(0), worker(1, shift=300), server()))
-    assert share.seconds == pytest.approx(0.4)
-    assert sum(share.phases.values()) == pytest.approx(1)
+    assert share.seconds == pytest.approx(0.4) and sum(share.phases.values()) == pytest.approx(1)
 
 
-def test_the_file_is_what_perfetto_reads(tmp_path):
+def test_the_file_is_what_perfetto_reads_with_arrows_from_a_push_to_its_server_and_back(tmp_path):
     trace_export.write(collected(tmp_path, worker(), server()), tmp_path / trace_export.FILE)
-    data = json.loads((tmp_path / trace_export.FILE).read_text())
-    events = data["traceEvents"]
+    events = json.loads((tmp_path / trace_export.FILE).read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"}
     assert names == {(100, "worker 0/0"), (200, "server 0/0")}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -114,21 +110,7 @@ def test_the_file_is_what_perfetto_reads(tmp_path):
     assert (push["ts"], push["dur"]) == (40_000, 5_000)  # microseconds
     assert push["args"] == {"step": 7, "ordinal": 0, "bucket": 1}
     assert {e["cat"] for e in complete} == {*PHASES, "other"}
-
-
-def test_arrows_lead_from_a_push_to_its_server_and_from_its_values_back(tmp_path):
-    events = trace_export.chrome(collected(tmp_path, worker(), server()))["traceEvents"]
-    starts = {e["id"]: (e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == "s"}
-    ends = {e["id"]: (e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == "f"}
-    assert sorted(starts.values()) == [("gradient", 100, 40_000), ("values", 200, 70_000)]
-    assert sorted(ends.values()) == [("gradient", 200, 46_000), ("values", 100, 80_000)]
-    assert starts.keys() == ends.keys()
-
-
-def test_the_table_has_a_row_per_process(tmp_path):
-    terminal = console()
-    with terminal.capture() as shown:
-        terminal.print(phases(trace_export.shares(collected(tmp_path, worker(), server()))))
-    row = next(line for line in shown.get().splitlines() if "worker 0/0" in line)
-    assert row.split() == ["worker", "0/0", "7", "100.0", "20.0%", "35.0%", "5.0%", "–", "–", "10.0%", "15.0%", "15.0%"]
-    assert "server 0/0" in shown.get()
+    ends = {kind: {e["id"]: (e["name"], e["pid"], e["ts"]) for e in events if e["ph"] == kind} for kind in "sf"}
+    assert sorted(ends["s"].values()) == [("gradient", 100, 40_000), ("values", 200, 70_000)]
+    assert sorted(ends["f"].values()) == [("gradient", 200, 46_000), ("values", 100, 80_000)]
+    assert ends["s"].keys() == ends["f"].keys()

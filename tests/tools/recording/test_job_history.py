@@ -109,18 +109,32 @@ def test_curves_have_the_rates_of_the_last_seconds() -> None:
     assert summary["servers"][0]["updates_per_s"] == 20.0
 
 
-def test_a_new_process_counts_from_zero_again() -> None:
+def test_rates_begin_with_the_first_update_and_anew_with_a_new_process() -> None:
     made = told(
         *[(float(n), events.Traffic("worker 0/0", {"server 0/0": 1000 * n})) for n in (1, 2, 3)],
-        (10.0, step(time=9.0, number=90, samples=900)),
+        *[(float(at), events.ServerLoad("server 0/0", 0, 0, 0.1)) for at in range(4, 9)],
+        *[(8.0 + n, events.ServerLoad("server 0/0", 44 * n, 44 * n, 0.1)) for n in range(1, 5)],
+        (13.0, step(time=9.0, number=90, samples=900)),
     )
+    assert [value for *_, value in series(made.view(), "server 0/0:updates_per_s")] == [44.0, 44.0, 44.0]
     assert made.summary()["bytes_per_s"] == 1000.0
-    made.add(TimedEvent(11.0, events.Started("worker 0/0", 2)))
-    assert made.summary()["bytes_per_s"] is None
-    made.add(TimedEvent(12.0, step(time=1.0, number=5, samples=50, loss=float("nan"))))
-    assert series(made.view(), "worker 0/0:samples_per_s")[-1] == [12.0, 5, 50.0]
-    assert series(made.view(), "worker 0/0:loss")[-1] == [12.0, 5, None]
+    made.add(TimedEvent(14.0, events.Started("worker 0/0", 2)))
+    made.add(TimedEvent(14.0, events.ServerLoad("server 0/0", 0, 0, 0.0)))
+    assert made.summary()["bytes_per_s"] is None and made.summary()["servers"][0]["updates_per_s"] is None
+    made.add(TimedEvent(15.0, step(time=1.0, number=5, samples=50, loss=float("nan"))))
+    assert series(made.view(), "worker 0/0:samples_per_s")[-1] == [15.0, 5, 50.0]
+    assert series(made.view(), "worker 0/0:loss")[-1] == [15.0, 5, None]
     assert made.summary()["loss"] is None and made.summary()["workers"][0]["loss"] is None
+
+
+def test_the_staleness_of_curves_is_that_of_the_last_seconds() -> None:
+    totals = {"staleness_mean": 4.0, "staleness_p95": 9.0, "staleness_max": 12}
+    made = told((1.0, step(**totals)), (2.0, step(number=11, time=2.0, **totals, recent=(1.0, 2.0, 3.0))))
+    made.add(TimedEvent(3.0, events.Finished("worker 0/0", 11, 352, 4.0, 12, 0, 0, staleness_p95=9.0)))
+    worker = made.summary()["workers"][0]
+    for name, old, new in (("mean", 4.0, 1.0), ("p95", 9.0, 2.0), ("max", 12.0, 3.0)):
+        assert [value for *_, value in series(made.view(), f"worker 0/0:staleness_{name}")] == [old, new]
+        assert worker[f"staleness_{name}"] == new
 
 
 def states(made: JobHistory, who: str) -> list[str]:
@@ -336,34 +350,6 @@ def test_the_loss_is_that_of_the_workers_that_live(gone: Event) -> None:
     assert series(made.view(), "group 0:loss")[-1] == [3.0, 20, group]
     assert made.summary()["loss"] == 0.5
     made.add(TimedEvent(3.1, events.Finished("worker 0/0", 20, 640, 0.0, 0, 0, 0)))
+    assert made.lose() and made.summary()["loss"] == 0.5, "a lost job keeps the loss of its workers"
     made.add(TimedEvent(4.0, RecordingEnd(0)))
     assert made.summary()["loss"] == 0.5
-
-
-def test_a_lost_job_keeps_the_loss_of_its_workers() -> None:
-    made = told((1.0, step(loss=0.2)), (1.0, step("worker 1/0", loss=0.8)))
-    made.add(TimedEvent(2.0, events.Incident(0, "worker 1/0", "worker 1/0 was killed", "the others go on", 2.0)))
-    assert made.lose() and made.summary()["loss"] == 0.2
-    made.add(TimedEvent(3.0, step(number=20, time=3.0, loss=0.3)))
-    made.add(TimedEvent(3.5, events.Lost("worker 0/0", 1, "worker 0/0 has ended", "")))
-    assert made.summary()["loss"] is None
-
-
-def test_updates_per_second_do_not_count_the_time_before_the_first_update() -> None:
-    loads = [(float(at), events.ServerLoad("server 0/0", count, count, 0.1)) for at, count in enumerate([0] * 8)]
-    loads += [(8.0 + n, events.ServerLoad("server 0/0", 44 * n, 44 * n, 0.1)) for n in range(1, 5)]
-    made = told(*loads)
-    points = series(made.view(), "server 0/0:updates_per_s")
-    assert [value for _, _, value in points] == [44.0, 44.0, 44.0]
-    made.add(TimedEvent(20.0, events.ServerLoad("server 0/0", 0, 0, 0.0)))
-    assert made.summary()["servers"][0]["updates_per_s"] is None
-
-
-def test_the_staleness_of_curves_is_that_of_the_last_seconds() -> None:
-    totals = {"staleness_mean": 4.0, "staleness_p95": 9.0, "staleness_max": 12}
-    made = told((1.0, step(**totals)), (2.0, step(number=11, time=2.0, **totals, recent=(1.0, 2.0, 3.0))))
-    for name, old, new in (("mean", 4.0, 1.0), ("p95", 9.0, 2.0), ("max", 12.0, 3.0)):
-        assert [value for *_, value in series(made.view(), f"worker 0/0:staleness_{name}")] == [old, new]
-    made.add(TimedEvent(3.0, events.Finished("worker 0/0", 11, 352, 4.0, 12, 0, 0, staleness_p95=9.0)))
-    worker = made.summary()["workers"][0]
-    assert (worker["staleness_mean"], worker["staleness_p95"], worker["staleness_max"]) == (1.0, 2.0, 3)

@@ -29,11 +29,8 @@ from topotrain.tools.recording.recorded_lines import (
     from_line,
     to_line,
 )
-from topotrain.tools.recording.recording_file import (
-    FILE,
-    RecordingFollower,
-    RecordingWriter,
-)
+from topotrain.tools.recording.recording_file import FILE, RecordingFollower
+from topotrain.tools.recording.recording_writer import RecordingWriter
 
 
 class Told(Notifier):

@@ -14,7 +14,7 @@ import pytest
 from tests.support.recorded_jobs import day, header, history, read_recording, servers_of
 from topotrain.tools.recording.recorded_lines import TimedEvent, to_line
 from topotrain.tools.recording.recording_file import FILE, RecordingFile
-from topotrain.tools.recording.sample_slots import SAMPLES_PER_S, WHOLE_S, SampleSlots
+from topotrain.tools.recording.recording_writer import SAMPLES_PER_S, WHOLE_S, SampleSlots
 
 LINE_BYTES = 400
 DAY_S = 86_400.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.recorded_jobs import header, history
 from topotrain.core.events import EVENTS
 from topotrain.tools.recording.recorded_lines import SAMPLES, VERSION, TimedEvent
-from topotrain.tools.recording.sample_slots import SAMPLES_PER_S, WHOLE_EVENTS, WHOLE_S
+from topotrain.tools.recording.recording_writer import SAMPLES_PER_S, WHOLE_EVENTS, WHOLE_S
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "watching.md").read_text(encoding="utf-8")

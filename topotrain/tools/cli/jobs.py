@@ -202,7 +202,7 @@ for _name, _text in {"leave": LEAVE, "join": JOIN}.items():
 
 def print_once(workspace: Path, as_json: bool) -> None:
     """Print the state of a workspace's job. Raises ConfigError or BadInput."""
-    from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
+    from topotrain.tools.recording.recording_file import RecordedWorkspace
 
     with closing(RecordedWorkspace(workspace)) as recorded:
         found = recorded.history.summary()

@@ -12,8 +12,7 @@ import numpy as np
 
 from topotrain.config.job import ConfigError
 from topotrain.tools.monitor.terminal import say
-from topotrain.tools.recording.recorded_workspace import RecordedWorkspace
-from topotrain.tools.recording.recording_file import FILE
+from topotrain.tools.recording.recording_file import FILE, RecordedWorkspace
 from topotrain.tools.recording.run_progress import duration
 
 T = TypeVar("T")

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any, Self
 
 from topotrain.comm.store.discovery.job_registry import SUMMARY_BYTES
@@ -16,7 +15,8 @@ from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.recording.job_history import HistoryReader, JobHistory
 from topotrain.tools.recording.job_summary import compacted
 from topotrain.tools.recording.recorded_lines import RecordingHeader, layout_data
-from topotrain.tools.recording.recording_file import FILE, RecordingWriter
+from topotrain.tools.recording.recording_file import FILE
+from topotrain.tools.recording.recording_writer import RecordingWriter
 
 
 def header_of(
@@ -63,12 +63,10 @@ class JobRecorder(JobWatch, Notifier):
         self._job: Job | None = None
         self._topology: Topology | None = None
         self._led: tuple[bool, Sequence[str]] | None = None
-        self._started = 0.0
+        self._started = self._began = 0.0
         self._writer: RecordingWriter | None = None
         self._notices: list[Notice] = []
         self._empty = JobHistory()
-        # A unit is elected on another thread.
-        self._lock = Lock()
 
     def read(self) -> JobHistory:
         """Return the history with earlier starts; before an event it has no job."""
@@ -76,22 +74,26 @@ class JobRecorder(JobWatch, Notifier):
 
     def begin(self, job: Job, topology: Topology) -> None:
         """Name the job; it is recorded if this process leads it."""
-        self._topology, self._job = topology, job  # in this order: another thread looks at the job first
-        self._open()
+        self._topology, self._job = topology, job
+        self._note_time()
         if self._exports is not None:
             self._exports.follow(self)
 
     def lead(self, resumed: bool, hosts: Sequence[str]) -> None:
-        # A job that was begun before is recorded behind its earlier start.
-        self._led = resumed, hosts
-        self._open()
+        # A job that was begun before is recorded behind its earlier start. A unit is elected on another thread.
+        if self._led is None:
+            self._note_time()
+            self._led = resumed, hosts
 
-    def _open(self) -> None:
-        with self._lock:
-            if self._writer is None and self._job is not None and self._led is not None:
-                # Absolute: the program of a notebook may change the folder.
-                path, self._started = Path(self._job.workspace).absolute() / FILE, time.time()
-                self._writer = RecordingWriter(path, self._header(), time.monotonic, self, self._exports is not None)
+    def _note_time(self) -> None:
+        if self._writer is None:
+            self._started, self._began = time.time(), time.monotonic()
+
+    def _open(self, job: Job) -> RecordingWriter:
+        # Absolute: the program of a notebook may change the folder.
+        path = Path(job.workspace).absolute() / FILE
+        detailed = self._exports is not None
+        return RecordingWriter(path, self._header(), time.monotonic, self, detailed, self._began)
 
     def _header(self) -> RecordingHeader:
         assert self._job is not None
@@ -100,13 +102,15 @@ class JobRecorder(JobWatch, Notifier):
         return header_of(self._job, self._topology, self._started, *self._led)
 
     def __call__(self, event: Event) -> None:
-        writer = self._writer
-        if writer is not None:
-            writer.write(event)
+        if self._writer is None and self._job is not None and self._led is not None:
+            # Not before the first event: until then the workspace may be that of another job.
+            self._writer = self._open(self._job)
+        if self._writer is not None:
+            self._writer.write(event)
         if isinstance(event, Resized) and self._topology is not None:
             self._topology = resized_layout(self._topology, event.workers)
-            if writer is not None:
-                writer.write(self._header())
+            if self._writer is not None:
+                self._writer.write(self._header())
 
     def notices(self) -> Sequence[Notice]:
         """Return what the user must know, once."""

@@ -1,42 +1,41 @@
-"""The file of a recording: `events.jsonl` in the workspace, only appended to.
+"""The file of a recording, `events.jsonl` in the workspace, and its readers.
 
-* A recording is written by a thread, so that the launcher waits for no disk.
-* The samples that are not due in it yet stand in a second, small file, which is replaced.
+* It is only appended to. The samples that are not due in it yet stand in a second, small file, which is replaced.
 * A line that cannot be read is left out, such as the last one of a killed launcher.
+* A sample is an event of which a later one of the same process tells the same of a later time.
 """
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from threading import Event as Flag
-from threading import Lock, Thread
+from threading import Lock
 from typing import BinaryIO
 
+from topotrain.config.job import ConfigError
 from topotrain.config.private_files import make_folder, open_file, open_for_reading, write_text
-from topotrain.core.events import NO_NOTICES, Notifier
+from topotrain.launch.agent.file_locks import is_held
 from topotrain.tools.recording.job_history import JobHistory
-from topotrain.tools.recording.recorded_lines import (
-    NOT_RECORDED,
-    Recorded,
-    RecordingEnd,
-    RecordingError,
-    RecordingHeader,
-    TimedEvent,
-    from_line,
-    to_line,
-)
-from topotrain.tools.recording.sample_slots import SampleSlots, SeenEvents
+from topotrain.tools.recording.recorded_lines import RecordingError, RecordingHeader, TimedEvent, from_line, to_line
 
 FILE, NEWEST = "events.jsonl", "events.newest.jsonl"
-WRITE_S = 0.25
-_CLOSE_S = 5.0  # for the last lines; the disk may not answer
-_MOST_WAITING = 20_000
-"""Events that wait for the disk. Of more the oldest ones are dropped."""
+QUIET_S = 15.0
+"""Seconds without a line after which a job without a launcher on this host is lost."""
 _READ_BYTES = 1 << 20
-_TICK = 1e-6
+
+Key = tuple[Hashable, ...]
+
+
+def sample_key(timed: TimedEvent) -> Key:
+    """Return the key of an event: a later sample stands for earlier ones of its key."""
+    event = timed.event
+    values, loss = getattr(event, "values", None), getattr(event, "loss", None)
+    names = sorted(map(str, values)) if isinstance(values, Mapping) else ()
+    # Others of its kind may lack them.
+    parts = (*names, *(("loss",) if loss is not None else ()))
+    return (type(event).__name__, getattr(event, "who", ""), parts)
 
 
 class NewestSamples:
@@ -104,144 +103,22 @@ class RecordingFile:
         os.close(self._fd)
 
 
-class RecordingWriter:
-    """Writes the events of a start of a job, and keeps their history, on a thread.
+class SeenEvents:
+    """The time of the last event of each kind and process, from two files."""
 
-    The file is made with the first event: before it, the workspace may be that of another job.
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._at: dict[Key, float] = {}
 
-    Args:
-        path: of the file.
-        header: of the start. `resumed`: an existing recording is continued.
-        clock: returns seconds that never decrease.
-        notifier: is told once when the file cannot be written. It is called on the thread of the writer.
-        detailed: the history gets all samples, for the curves of exports. Else it gets those of the file and the newest
-            ones.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        header: RecordingHeader,
-        clock: Callable[[], float],
-        notifier: Notifier = NO_NOTICES,
-        detailed: bool = False,
-    ) -> None:
-        self._path, self._clock, self._notifier, self._detailed = path, clock, notifier, detailed
-        self.history = JobHistory()
-        """With the earlier starts of the job. It has no job before the first event, and is replaced then."""
-        self._header, self._newest = header, NewestSamples(path)
-        self._began, self._last = clock(), 0.0
-        self._waiting: deque[TimedEvent] = deque(maxlen=_MOST_WAITING)
-        self._file: RecordingFile | None = None
-        self._owed: list[TimedEvent] = []
-        """Headers that could not be written yet."""
-        self._told = False
-        self._closing, self._wakes, self._asked, self._flushed = Flag(), Flag(), Flag(), Flag()
-        self._lock = Lock()
-        self._thread: Thread | None = None
-        self._waiting.append(TimedEvent(0.0, header))
-
-    def write(self, event: Recorded) -> None:
-        """Take an event, on any thread. This never waits for the disk."""
-        if isinstance(event, NOT_RECORDED) or self._closing.is_set():
-            return
-        self._put(event)
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = Thread(target=self._run, name="recording", daemon=True)
-                    self._thread.start()
-
-    def close(self, code: int | None = None) -> None:
-        """Write what is left, and the end of the job."""
-        if self._thread is None or self._closing.is_set():
-            return
-        self._put(RecordingEnd(code))
-        self._closing.set()
-        self._wakes.set()
-        self._thread.join(_CLOSE_S)
-
-    def flush(self, within_s: float = 1.0) -> None:
-        """Wait until all events are in the file, but not long."""
-        if self._thread is not None and not self._closing.is_set():
-            self._flushed.clear()
-            self._asked.set()
-            self._wakes.set()
-            self._flushed.wait(within_s)
-
-    def _put(self, event: Recorded) -> None:
-        with self._lock:
-            # No two events have the same time: a follower finds its place by it.
-            self._last = max(self._clock() - self._began, self._last + _TICK)
-            self._waiting.append(TimedEvent(self._last, event))
-
-    def _run(self) -> None:
-        history, closes = self._earlier(), False
-        slots, known = SampleSlots(history.elapsed_s), -1.0
-        while not closes:
-            self._wakes.wait(WRITE_S)
-            self._wakes.clear()
-            closes, asked = self._closing.is_set(), self._asked.is_set()
-            self._asked.clear()
-            come, due = self._take(slots)
-            newest = slots.newest(self._clock() - self._began, whole=asked or closes)
-            # Samples that were held when the newest ones were asked for are known already.
-            for timed in come if self._detailed else [each for each in (*due, *newest) if each.at > known]:
-                history.add(timed)
-            known = max((timed.at for timed in newest), default=known)
-            # Only now: without its earlier starts the figures of a job are not right.
-            self.history = history
-            self._append(due, newest)
-            if asked:
-                self._flushed.set()
-        with suppress(OSError):
-            self._newest.remove()
-        if self._file is not None:
-            self._file.close()
-
-    def _take(self, slots: SampleSlots) -> tuple[list[TimedEvent], list[TimedEvent]]:
-        """Return what has come since the last call, and what is due in the file."""
-        come, due = list[TimedEvent](), list[TimedEvent]()
-        while self._waiting:
-            timed = self._waiting.popleft()
-            come.append(timed)
-            due += [*slots.due(timed.at), *slots.add(timed)]
-        return come, due + slots.due(self._clock() - self._began)
-
-    def _append(self, due: Sequence[TimedEvent], newest: Sequence[TimedEvent]) -> None:
-        lines = [*self._owed, *due]
-        # Without its header a recording says nothing.
-        self._owed = [timed for timed in lines if isinstance(timed.event, RecordingHeader)]
-        try:
-            if self._file is None:
-                self._file = self._opened()
-            self._file.write("".join(map(to_line, lines)))
-            self._owed = []
-            if newest:
-                self._newest.write(self._header.started, newest)
-        except OSError as error:
-            if not self._told:
-                self._told = True
-                self._notifier.notify(
-                    f"the recording {self._path} cannot be written ({error.strerror}); the job continues"
-                )
-
-    def _earlier(self) -> JobHistory:
-        """Return the history of what the recording has already."""
-        history = JobHistory()
-        if self._header.resumed:
-            with suppress(OSError, RecordingError), closing(RecordingFollower(self._path)) as follower:
-                for timed in follower.poll():
-                    history.add(timed)
-        return history
-
-    def _opened(self) -> RecordingFile:
-        file = RecordingFile(self._path, self._header.resumed)
-        # Those of a launcher that was killed.
-        left = self._newest.read() if self._header.resumed else []
-        file.write("".join(map(to_line, left)))
-        self._newest.remove()
-        return file
+    def is_new(self, timed: TimedEvent) -> bool:
+        """Note an event; return whether it is later than those of its kind so far."""
+        event, key = timed.event, sample_key(timed)
+        if isinstance(event, RecordingHeader) and event.started != self._started:
+            self._started, self._at = event.started, {}
+        new = timed.at > self._at.get(key, -1.0)
+        if new:
+            self._at[key] = timed.at
+        return new
 
 
 class RecordingFollower:
@@ -294,3 +171,77 @@ class RecordingFollower:
             if isinstance(timed.event, RecordingHeader):
                 self._started = timed.event.started
         return found
+
+
+def has_writer(workspace: Path) -> bool:
+    """Return whether a job may be recorded here now.
+
+    This is so if its launcher holds the workspace, or has just written.
+    """
+    written = _written_at(workspace / FILE)
+    if written is None:
+        return False
+    quiet_s = time.time() - max(written, _written_at(workspace / NEWEST) or 0.0)
+    # The locks of another host are not seen here.
+    return quiet_s < QUIET_S or is_held(workspace / "lock")
+
+
+def _written_at(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+class RecordedWorkspace:
+    """Reads the recording of a workspace, again and again, for several threads.
+
+    Args:
+        workspace: the folder of a job that runs or has ended.
+        field: the name of the folder in errors.
+
+    Raises:
+        ConfigError: there is no such folder, or no recording in it that can be read.
+    """
+
+    def __init__(self, workspace: Path, field: str = "WORKSPACE") -> None:
+        self._workspace, self._field = workspace, field
+        self._follower, self.history = RecordingFollower(workspace / FILE), JobHistory()
+        self._lock = Lock()
+        self._problem = ""
+        """Why it cannot be read any further."""
+        if not workspace.is_dir():
+            self._problem = "there is no such folder; it must be the workspace of a job"
+        self.read()
+        if not self.history.has_job:
+            self._problem = f"has no recording ({FILE}): a job writes one from its start on"
+            self.read()
+
+    def read(self) -> JobHistory:
+        """Return the history up to now. A job that has ended without a word is lost.
+
+        Raises ConfigError.
+        """
+        with self._lock:
+            if not self._problem:
+                self._read_on()
+            if self._problem:
+                self.close()
+                raise ConfigError(self._field, str(self._workspace), self._problem)
+            return self.history
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def _read_on(self) -> None:
+        # Before the lines are read: a launcher that has ended by now has written all of them.
+        written = self.history.has_ended or has_writer(self._workspace)
+        try:
+            for timed in self._follower.poll():
+                self.history.add(timed)
+        except RecordingError as error:
+            self._problem = f"its recording {error}"
+        except OSError as error:
+            self._problem = f"its recording cannot be read ({error.strerror})"
+        if not written:
+            self.history.lose()
