@@ -39,7 +39,7 @@ def parameters(*counts: int, dtype: str = "float32") -> tuple[Parameter, ...]:
 
 # Thousands of seeds share a few layouts and lengths.
 @lru_cache(maxsize=64)
-def _plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) -> tuple[Schema, SliceMap]:
+def sgd_plan(schema: tuple[Parameter, ...], shards: int, groups: int, rate: float) -> tuple[Schema, SliceMap]:
     tensors = [nn.Parameter(torch.zeros(p.shape, dtype=getattr(torch, p.dtype))) for p in schema]
     spec = describe(torch.optim.SGD(tensors, lr=rate), tensors)
     slice_map = cut(schema, shards, groups)
@@ -72,7 +72,7 @@ class FaultyCluster(SimCluster):
 
     def _describe(self, schema: tuple[Parameter, ...]) -> tuple[Schema, SliceMap]:
         groups = self.topology.server_groups if self.topology.synced else 1
-        return _plan(schema, self.topology.shards, groups, self._rate)
+        return sgd_plan(schema, self.topology.shards, groups, self._rate)
 
     def _make_server(self, me: Address) -> SimServer:
         server = make_server(me, self.job, self.topology, PrivateMemory(), resumed=self._resumed)

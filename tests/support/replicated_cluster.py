@@ -5,8 +5,8 @@ end of its ways; the launcher, who is played here, then has the standby speak, a
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -193,20 +193,6 @@ class SimStandby:
         pass
 
 
-class _Dying:
-    def __init__(self, cluster: "ReplicatedCluster", process: Process) -> None:
-        self.cluster, self.process = cluster, process
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if kind is Killed:
-            self.cluster.bury(self.process)
-            return True
-        return False
-
-
 class SimClientHost(ReplicaClientHost):
     """A worker process that looks for a server until one speaks. Once it is dead it sends nothing."""
 
@@ -331,8 +317,13 @@ class ReplicatedCluster(faulty_cluster.FaultyCluster, ServerFactory):
 
     # --- bad luck ------------------------------------------------------------------------------------------------
 
-    def dying(self, process: Process) -> _Dying:
-        return _Dying(self, process)
+    @contextmanager
+    def dying(self, process: Process) -> Iterator[None]:
+        """What is done here ends with the process."""
+        try:
+            yield
+        except Killed:
+            self.bury(process)
 
     def tick(self, process: Process) -> None:
         """One more moment in which a process can die."""

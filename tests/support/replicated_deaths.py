@@ -5,35 +5,24 @@ played here, can also give a group up: it tells the coordinator, and tells it ag
 """
 
 import random
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from fault_trial import Killed
-from faulty_cluster import SimWorker, parameters
-from replicated_cluster import ReplicatedCluster
-from torch import nn
+from faulty_cluster import SimWorker, parameters, sgd_plan
+from replicated_cluster import ReplicatedCluster, flats_of
 
 from topotrain.config.job import Job
-from topotrain.config.sharding import SliceMap, cut
+from topotrain.config.sharding import SliceMap
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
 from topotrain.core.model.schema import Schema
-from topotrain.core.optim.adapter import describe
 from topotrain.extensions.elastic.membership_messages import GroupLeft
 from topotrain.training.data.data_client import DataClient
 from topotrain.training.data.map_dataset import LeaseIterator
 
 COORDINATOR_ADDRESS = Address(Role.SERVER, 0, 0)
-
-
-@lru_cache
-def ledger(cells: int, shards: int) -> tuple[Schema, SliceMap]:
-    schema = parameters(cells, max(cells, 150), 256)
-    tensors = [nn.Parameter(torch.zeros(p.shape)) for p in schema]
-    slice_map = cut(schema, shards, 1)
-    spec = describe(torch.optim.SGD(tensors, lr=1.0), tensors)
-    return Schema(schema, (), spec.to_text(), slice_map.digest), slice_map
 
 
 class CrashableCluster(ReplicatedCluster):
@@ -58,7 +47,8 @@ class CrashableCluster(ReplicatedCluster):
         self.transport.observers.append(self._look)
 
     def _plan(self) -> tuple[Schema, SliceMap]:
-        return ledger(self.batches * self.job.cluster.nworkers_per_group, self.topology.shards)
+        cells = self.batches * self.job.cluster.nworkers_per_group
+        return sgd_plan(parameters(cells, max(cells, 150), 256), self.topology.shards, 1, 1.0)
 
     def _look(self, sender: Address, to: Address, message: m.Message) -> None:
         if isinstance(message, m.Fail):  # here a process dies, and does nothing else that is wrong
@@ -166,7 +156,7 @@ class CrashableCluster(ReplicatedCluster):
                     or second.steps.batches.counts() != first.steps.batches.counts()
                 ):
                     found.append(f"the copies of server {index} have counted other things")
-                if not all(map(torch.equal, flats(first), flats(second))):
+                if not all(map(torch.equal, flats_of(first), flats_of(second))):
                     found.append(f"the copies of server {index} have other values")
             if first.decisions.undecided:
                 found.append(f"server {index} waits for votes about {first.decisions.undecided} steps")
@@ -181,8 +171,3 @@ class CrashableCluster(ReplicatedCluster):
             if sim_primary.primary._held:
                 found.append(f"server {index} waits for its second copy")
         return found
-
-
-def flats(server: Any) -> list[torch.Tensor]:
-    model = server.state.known
-    return [model.flats.flat("values", space.index) for space in model.map.spaces]
