@@ -34,6 +34,8 @@ from topotrain.parallel.placement.assign_modules import assignments
 from topotrain.tools.cli import app
 from topotrain.tools.plan.model_cut import ModelCut, cut_of
 
+TCP = TransportChoice.kTcp
+
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -70,41 +72,36 @@ def cut(job: Job, said: Sequence[str] = (), measured: bool = False) -> ModelCut:
 # --- what the forward is called with --------------------------------------------------------------------------------
 
 
-def test_shapes_come_from_one_sample_and_the_script_draws_what_it_would_have_drawn() -> None:
-    class Counted(TensorDataset):
-        asked = 0
-
-        def __getitem__(self, index: int) -> Any:
-            Counted.asked += 1
-            return torch.rand(3), index
-
-    model, state = nn.Linear(3, 1), torch.get_rng_state()
-    found = inputs_of(model, DataLoader(Counted(torch.zeros(100)), 25, shuffle=True))
-    assert [tuple(value.shape) for value in found.args] == [(25, 3)]
-    assert found.samples == 25
-    assert Counted.asked == 1
-    assert torch.equal(torch.get_rng_state(), state)
-    assert found.text() == "25x3 float32 (from the loader's first batch)"
-
-
 class Named(nn.Module):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, labels: Any = None) -> torch.Tensor:
         return ids
 
 
-def test_a_batch_with_names_gives_what_the_forward_has() -> None:
+class Counted(TensorDataset):
+    asked = 0
+
+    def __getitem__(self, index: int) -> Any:
+        Counted.asked += 1
+        return torch.rand(3), index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(3)] * 9)
+
+
+def test_shapes_come_from_one_sample_and_the_script_draws_what_it_would_have_drawn() -> None:
+    model, state = nn.Linear(3, 1), torch.get_rng_state()
+    found = inputs_of(model, DataLoader(Counted(torch.zeros(100)), 25, shuffle=True))
+    assert ([tuple(value.shape) for value in found.args], found.samples, Counted.asked) == ([(25, 3)], 25, 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert found.text() == "25x3 float32 (from the loader's first batch)"
     rows = [{"ids": torch.zeros(5), "labels": torch.zeros(5), "other": 1}] * 4
     found = inputs_of(Named(), DataLoader(rows, 2))  # type: ignore[arg-type]
     assert (found.args, sorted(found.kwargs)) == ((), ["ids", "labels"])
     # As many parts as the forward needs, or all where it computes the loss.
     data = DataLoader(TensorDataset(torch.zeros(4, 5), torch.ones(4, 5)), 2)
-    assert len(inputs_of(Named(), data).args) == 1
-    assert len(inputs_of(Named(), data, everything=True).args) == 2
-
-    class Stream(IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter([torch.zeros(3)] * 9)
-
+    assert [len(inputs_of(Named(), data, everything=all_parts).args) for all_parts in (False, True)] == [1, 2]
     assert inputs_of(nn.Linear(3, 1), DataLoader(Stream(), 4)).args[0].shape == (4, 3)
     listed = DataLoader(TensorDataset(torch.zeros(9, 3)), batch_sampler=[[1, 2, 3], [4]])
     assert inputs_of(nn.Linear(3, 1), listed).args[0].shape == (3, 3)
@@ -142,34 +139,34 @@ def test_the_hybrid_job() -> None:
     assert max(map(len, text.splitlines())) <= 120
     gathered = next(edge for edge in data["edges"] if edge["target"]["where"] == "whole" and edge["shape"] == [32, 512])
     assert gathered["forward"] == gathered["backward"] == 2 * 16 * 512 * 4
-    assert sum(edge["forward"] for edge in data["edges"]) == sum(memory["sent"][0] for memory in data["memory"])
+    memory = data["memory"]
+    assert sum(edge["forward"] for edge in data["edges"]) == sum(each["sent"][0] for each in memory)
+    # Memory goes by owners.
+    own = [owned(found, worker) for worker in (0, 1)]
+    assert own == [each["parameters"] for each in memory] == [each["trained"] for each in memory]
+    assert own[1] - own[0] == sum(4 * p.count for p in found.parameters if p.name.startswith("head."))
 
 
-def test_memory_goes_by_owners() -> None:
-    found = cut(hybrid())
-    sizes = {p.name: 4 * p.count for p in found.parameters}
-    memory = found.plan.as_data()["memory"]
-    assert {name.split("@")[-1] for name in sizes if "@" in name} == {"0", "1"}
-    for worker in (0, 1):
-        own = sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
-        assert memory[worker]["parameters"] == own
-        assert memory[worker]["trained"] == own
-    assert memory[1]["parameters"] - memory[0]["parameters"] == sizes["head.weight"] + sizes["head.bias"]
+def owned(found: ModelCut, worker: int) -> int:
+    """The bytes of the parameters that a worker has."""
+    return sum(4 * p.count for p in found.parameters if not p.owners or worker in p.owners)
+
+
+def places(found: ModelCut) -> dict[str, Any]:
+    return {step["target"]: step["layout"] for step in found.plan.as_data()["steps"] if step["kind"] == "module"}
 
 
 def test_auto_places_what_the_user_has_not_placed() -> None:
     head = Partition(match="head", partition_dim=-1, location=0)
     found = cut(auto(partition=(head,)))
-    places = {step["target"]: step["layout"] for step in found.plan.as_data()["steps"] if step["kind"] == "module"}
-    assert places["head"] == {"where": "at", "worker": 0}
-    assert {place["where"] for place in places.values()} == {"at"}
-    assert {place["worker"] for place in places.values()} == {0, 1}
+    assert places(found)["head"] == {"where": "at", "worker": 0}
+    assert {place["where"] for place in places(found).values()} == {"at"}
+    assert {place["worker"] for place in places(found).values()} == {0, 1}
     assert "placement kAuto: 4 modules" in found.plan.explain()
     assert cut(auto(partition=(head,))).plan.explain() == found.plan.explain()
     # A module that a block leaves with the samples stays there.
-    found = cut(auto(partition=(Partition(match="conv"),)))
-    where = {step["target"]: step["layout"]["where"] for step in found.plan.as_data()["steps"]}
-    assert (where["conv"], where["layers.0"]) == ("batch", "at")
+    where = places(cut(auto(partition=(Partition(match="conv"),))))
+    assert (where["conv"]["where"], where["layers.0"]["where"]) == ("batch", "at")
 
 
 def test_what_was_measured_is_shown_as_blocks_that_give_the_same(tmp_path: Path) -> None:
@@ -184,8 +181,7 @@ def test_what_was_measured_is_shown_as_blocks_that_give_the_same(tmp_path: Path)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     (tmp_path / "job.conf").write_text(f'name: "mine"\ncluster {{ nworkers_per_group: 2 }}\n{text}\n')
-    job, _ = load_with_warnings(str(tmp_path / "job.conf"))
-    again = cut_of(job, model, data)
+    again = cut_of(load_with_warnings(str(tmp_path / "job.conf"))[0], model, data)
     assert again is not None
     assert again.plan.as_data()["steps"] == found.plan.as_data()["steps"]
 
@@ -219,25 +215,15 @@ def test_a_model_that_returns_its_loss_reads_all_of_a_batch() -> None:
 # --- room ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": 200_000_000})
+def machine(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+    monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": int(memory)})
     monkeypatch.setattr(memory_check, "_group", lambda: None)
-    found = cut(hybrid()).plan
-    text = found.explain()
-    assert "warning: memory = 'host 0'" in text
-    for words in ("does not fit", "3 processes would need", "85% of its memory is 170.0 MB", "would help"):
-        assert words in text
-    total = found.as_data()["hosts"][0]["total"]
-    assert f"{total / 1e6:,.1f} MB" in text
-    with pytest.raises(ConfigError, match="does not fit"):
-        check_memory(asked(hybrid()), loader(), 0)
 
 
-def asked(job: Job, state_factor: float = 0.0, **more: Any) -> PlacementRequest:
-    model = Net()
+def asked(job: Job, state_factor: float = 0.0, model: nn.Module | None = None, **more: Any) -> PlacementRequest:
+    model = model or Net()
     captured = capture(model)
-    workers = job.cluster.nworkers_per_group
-    found = assignments(model, job, workers, captured)
+    found = assignments(model, job, job.cluster.nworkers_per_group, captured)
     return PlacementRequest(job, layout(job.cluster, **more), model, captured, found, None, state_factor)
 
 
@@ -250,21 +236,17 @@ def needed(job: Job, state_factor: float = 0.0, **more: Any) -> dict[str, Proces
 
 def test_a_process_holds_what_its_residents_hold_and_a_snapshot_copies_it() -> None:
     """Over TCP: values, gradients, and on servers what is pushed, by whoever has it, and the optimizer's state."""
-    cluster = Cluster(nworkers_per_group=2, nservers_per_group=2, transport=TransportChoice.kTcp)
-    job = replace(hybrid(), cluster=cluster)
-    found, parameters = needed(job, 2.0), cut(job).parameters
-    sizes = [4 * p.count for p in parameters]
+    job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, nservers_per_group=2, transport=TCP))
+    found, whole = needed(job, 2.0), cut(job)
+    sizes = sum(4 * p.count for p in whole.parameters)
     for worker in (0, 1):
-        own = sum(size for p, size in zip(parameters, sizes, strict=True) if not p.owners or worker in p.owners)
-        need = found[f"worker 0/{worker}"]
+        need, own = found[f"worker 0/{worker}"], owned(whole, worker)
         assert (need.values, need.gradients, need.state, need.shared) == (own, own, 0, 0)
         assert need.activations > 0
     servers = [found["server 0/0"], found["server 0/1"]]
-    assert sum(server.values for server in servers) == sum(sizes)
-    assert sum(server.state for server in servers) == 2 * sum(sizes)
-    assert sum(server.exchange for server in servers) == sum(
-        size * (len(p.owners) or 2) for p, size in zip(parameters, sizes, strict=True)
-    )
+    pushed = sum(4 * p.count * (len(p.owners) or 2) for p in whole.parameters)
+    found_sizes = [sum(getattr(server, name) for server in servers) for name in ("values", "state", "exchange")]
+    assert found_sizes == [sizes, 2 * sizes, pushed]
     none, often = (
         needed(replace(job, snapshot_s=0, **more), 2.0)["server 0/0"] for more in ({}, {"checkpoint_freq": 10})
     )
@@ -275,18 +257,15 @@ def test_a_process_holds_what_its_residents_hold_and_a_snapshot_copies_it() -> N
 
 def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
     job = replace(hybrid(), cluster=Cluster(nworkers_per_group=2, nservers_per_group=2))
-    found, parameters = needed(job), cut(job).parameters
+    found, whole = needed(job), cut(job)
     assert set(found) == {"worker 0/0 + server 0/0", "worker 0/1 + server 0/1"}
-    values = sum(4 * p.count for p in parameters)
-    held = sum(4 * p.count * (1 if p.owners else 2) for p in parameters)
-    assert sum(need.shared - need.passed for need in found.values()) == values + held
-    bill = cut(job).plan.bill
-    assert [need.passed for need in found.values()] == [sum(bill.sent(worker)) for worker in (0, 1)]
+    values = sum(4 * p.count for p in whole.parameters)
+    assert sum(need.shared - need.passed for need in found.values()) == values + owned(whole, 0) + owned(whole, 1)
+    assert [need.passed for need in found.values()] == [sum(whole.plan.bill.sent(worker)) for worker in (0, 1)]
     one, other = found.values()
     assert (one.seen, other.seen) == (other.shared, one.shared)
     # A separate server does not map what workers pass each other.
-    apart = Cluster(nworkers_per_group=2, server_worker_separate=True)
-    found = needed(replace(hybrid(), cluster=apart))
+    found = needed(replace(hybrid(), cluster=Cluster(nworkers_per_group=2, server_worker_separate=True)))
     one, other, server = (found[who] for who in ("worker 0/0", "worker 0/1", "server 0/0"))
     assert one.passed > 0
     assert one.seen == one.gradients + other.passed  # and the values, as much as gradients
@@ -294,13 +273,12 @@ def test_on_one_host_the_values_lie_once_in_shared_memory() -> None:
 
 
 def test_schedules_keep_more_or_less() -> None:
-    apart = Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp)
     blocks = (
         Partition(match="conv", partition_dim=-1, location=0),
         Partition(match="layers|head", partition_dim=-1, location=1),
     )
     whole, parts, interleaved = (
-        needed(Job(cluster=apart, partition=blocks, **more))
+        needed(Job(cluster=Cluster(nworkers_per_group=2, transport=TCP), partition=blocks, **more))
         for more in ({}, {"microbatches": 4}, {"microbatches": 4, "schedule": Schedule.k1F1B})
     )
     first, last = "worker 0/0", "worker 0/1"
@@ -310,22 +288,27 @@ def test_schedules_keep_more_or_less() -> None:
     assert interleaved[last].exchange > parts[last].exchange > whole[last].exchange + trained // 2
 
 
-def test_the_processes_of_a_host_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp)
-    found = needed(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
-    assert [(need.who, need.host) for need in found.values()] == [
-        ("worker 0/0", 0),
-        ("worker 0/1", 1),
-        ("server 0/0", 1),
-    ]
+def test_what_cannot_fit_is_said_by_the_plan_and_refused_by_the_job_host_by_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(monkeypatch, 200_000_000)
+    plan = cut(hybrid()).plan
+    total = plan.as_data()["hosts"][0]["total"]
+    words = ("does not fit", "3 processes would need", "85% of its memory is 170.0 MB", "would help")
+    for part in ("warning: memory = 'host 0'", *words, f"{total / 1e6:,.1f} MB"):
+        assert part in plan.explain()
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_memory(asked(hybrid()), loader(), 0)
+    cluster, hosts = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TCP), (0, 1, 1)
+    found = needed(replace(hybrid(), cluster=cluster), hosts=hosts)
+    assert {need.who: need.host for need in found.values()} == {"worker 0/0": 0, "worker 0/1": 1, "server 0/0": 1}
     one, two = (
         memory_check.on_host([need for need in found.values() if need.host == host], memory_check.ITSELF)
         for host in (0, 1)
     )
     assert two > one
-    monkeypatch.setattr(memory_check, "_numbers", lambda file: {"MemTotal": int(one / memory_check.SAFE) + 1000})
-    monkeypatch.setattr(memory_check, "_group", lambda: None)
-    given = asked(replace(hybrid(), cluster=cluster), hosts=(0, 1, 1))
+    machine(monkeypatch, one / memory_check.SAFE + 1000)
+    given = asked(replace(hybrid(), cluster=cluster), hosts=hosts)
     for batches in (loader(), None, [1, 2]):  # without a loader that tells activations are left out
         check_memory(given, batches, 0)
     with pytest.raises(ConfigError, match=r"host 1.*2 processes"):
@@ -344,54 +327,42 @@ class Uneven(nn.Module):
         return self.slow(self.large(x)[:, None, :].expand(-1, 16, -1))  # type: ignore[no-any-return]
 
 
-def places_of(job: Job) -> tuple[list[int], str]:
-    """The worker of each module, and what is said of it."""
-    found = cut_of(job, Uneven(), None, ["2x600"])
-    assert found is not None
-    steps = [step for step in found.plan.as_data()["steps"] if step["kind"] == "module"]
-    return [step["layout"]["worker"] for step in steps], found.plan.chosen
-
-
 def test_what_is_quickest_and_too_large_gives_way_to_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, transport=TransportChoice.kTcp))
-    assert places_of(job)[0] == [0, 0, 0, 0, 1]
+    job = replace(auto(snapshot_s=0), cluster=Cluster(nworkers_per_group=2, transport=TCP))
+
+    def places_of() -> tuple[list[int], str]:
+        found = cut_of(job, Uneven(), None, ["2x600"])
+        assert found is not None
+        return [place["worker"] for place in places(found).values()], found.plan.chosen
+
+    assert places_of()[0] == [0, 0, 0, 0, 1]
     monkeypatch.setattr(memory_check, "_STACK", 0)
-    bounds = {
-        resource.RLIMIT_DATA: memory_check.LIMITED + 13_000_000
-    }  # values and gradients of three layers, and two to come
+    # Values and gradients of three layers, and two to come.
+    bounds = {resource.RLIMIT_DATA: memory_check.LIMITED + 13_000_000}
     monkeypatch.setattr(memory_check, "_limit", bounds.get)
-    places, words = places_of(job)
-    assert places == [0, 0, 0, 1, 1]
-    for part in (
-        "because it fits",
-        "the fastest placement, stages of about",
-        "worker 0/0",
-        f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB",
-    ):
+    found, words = places_of()
+    assert found == [0, 0, 0, 1, 1]
+    allowed = f"RLIMIT_DATA allows {bounds[resource.RLIMIT_DATA] / 1e6:.1f} MB"
+    for part in ("because it fits", "the fastest placement, stages of about", "worker 0/0", allowed):
         assert part in words
     bounds[resource.RLIMIT_DATA] = memory_check.LIMITED + 4_000_000
     with pytest.raises(ConfigError, match=r"server 0/0.*does not fit.*RLIMIT_DATA allows 214\.0 MB.*would help"):
-        places_of(job)
+        places_of()
 
 
-def test_hosts_that_are_too_small_share_more_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_are_too_small_share_more_evenly() -> None:
     """Workers on two hosts, and a server on a third."""
-    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TransportChoice.kTcp)
-    model = Uneven()
-    captured = capture(model)
-    job = replace(auto(snapshot_s=0), cluster=cluster)
-    call = call_of(job, model, parse_inputs(["2x600"]))
-    given = PlacementRequest(
-        job, layout(cluster, hosts=(0, 1, 2)), model, captured, assignments(model, job, 2, captured), call
-    )
-    freely, chosen = placed(given, memory_check.MemoryLimits())
-    assert [freely[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 0]
-    assert not chosen.tight
-    found, chosen = placed(
-        given, memory_check.MemoryLimits(machine=memory_check.ITSELF + 13_000_000, words="all of it")
-    )
-    assert [found[f"large.{n}"].location for n in range(4)] == [0, 0, 0, 1]
-    assert "host 0: its 1 processes would need" in chosen.tight
+    cluster = Cluster(nworkers_per_group=2, server_worker_separate=True, transport=TCP)
+    given = asked(replace(auto(snapshot_s=0), cluster=cluster), model=Uneven(), hosts=(0, 1, 2))
+    given = replace(given, call=call_of(given.job, given.model, parse_inputs(["2x600"])))
+    room = memory_check.ITSELF + 13_000_000
+    for limits, last, tight in (
+        (memory_check.MemoryLimits(), 0, ""),
+        (memory_check.MemoryLimits(machine=room, words="all of it"), 1, "host 0: its 1 processes would need"),
+    ):
+        found, chosen = placed(given, limits)
+        assert [found[f"large.{n}"].location for n in range(4)] == [0, 0, 0, last]
+        assert tight in chosen.tight if tight else not chosen.tight
     with pytest.raises(ConfigError, match="host 0"):
         placed(given, memory_check.MemoryLimits(machine=memory_check.ITSELF))
 
