@@ -246,7 +246,7 @@ def _server(job: Job, topology: Topology, slices: SliceMap, state_factor: float,
 
 
 def whole_model_needs(job: Job, topology: Topology, slices: SliceMap, state_factor: float) -> tuple[ProcessNeed, ...]:
-    """Return what each worker and server of a job holds whose workers all have the whole model.
+    """Return what each worker and server holds where no model is split.
 
     A worker's copy counts in full, also where the workers of a group share one buffer on a host.
     """

@@ -71,7 +71,10 @@ class Rehearsed:
 
     @property
     def traffic_bytes(self) -> float:
-        """The bytes that all processes send to other hosts, or on one host to each other, per worker step."""
+        """The bytes that all processes send per worker step.
+
+        They go to other hosts, or on one host to each other.
+        """
         links = self.prediction.links
         between = [link for link in links if link.between_hosts]
         return sum(link.nbytes for link in (between if between or self.candidate.given > 1 else links))
@@ -202,7 +205,7 @@ def advise(
 
 
 def fastest(found: Sequence[tuple[Candidate, float]]) -> int:
-    """Return the place of the fastest of layouts with speeds: of even ones the exact and smaller one."""
+    """Return the place of the fastest layout; of even ones the exact, smaller one."""
     best = max(speed for _, speed in found)
     even = [place for place, (_, speed) in enumerate(found) if speed >= best * (1 - EVEN)]
     return min(even, key=lambda place: (bool(found[place][0].changes), found[place][0].processes, -found[place][1]))

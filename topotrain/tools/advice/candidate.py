@@ -70,7 +70,7 @@ class Candidate:
 
     @property
     def processes(self) -> int:
-        """The processes of the job: one for each worker, and one for the servers of each unit."""
+        """One for each worker, and one for the servers of each unit."""
         topology = self.topology
         workers = topology.worker_groups * topology.workers_per_group
         # Where each worker has a server beside it on one host, its process does the work of both.
@@ -123,7 +123,10 @@ class _CandidateSource:
         yield from over_hosts(self.hosts, self._workers_per_host(), self._fewer_hosts())
 
     def candidate(self, block: NamedBlock) -> Candidate:
-        """Return the candidate of a block. Raises ConfigError where it does not fit the machines or the job."""
+        """Return the candidate of a block.
+
+        Raises ConfigError where it does not fit the machines or the job.
+        """
         job = self.job
         if block.setting != OWN:
             bare = without_layout(job)

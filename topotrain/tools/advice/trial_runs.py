@@ -1,7 +1,8 @@
-"""Short runs of layouts on this machine: those of `advise --try`, and of `cluster { auto: true }`.
+"""Short runs of layouts on this machine.
 
-Each is a job of its own, in a workspace that is deleted. Units that would be hosts are processes of this machine, with
-the link that was asked for between them. The prediction beside a run is of these processes.
+Those of `advise --try` and of `cluster { auto: true }` are alike. Each is a job of its own, in a workspace that is
+deleted. Units that would be hosts are processes of this machine, with the link that was asked for between them. The
+prediction beside a run is of these processes.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Cut one model over the workers of a group before it runs, as text and as plain data."""
+"""One model, cut over a group before it runs, as text and as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -71,7 +71,10 @@ class WorkMeter:
 
 
 class CountedOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations of the thread that has entered this context. Large ones in place are not done."""
+    """Counts the operations of the thread that has entered this context.
+
+    Large ones in place are not done.
+    """
 
     def __init__(self, meter: WorkMeter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

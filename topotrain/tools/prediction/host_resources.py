@@ -1,4 +1,4 @@
-"""The cores of a simulated host, and its link: that of an emulated network, in the virtual time."""
+"""The cores and the link of a simulated host, in the virtual time."""
 
 import random
 from collections import deque
@@ -36,21 +36,24 @@ def slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
 
 
 def sharing_on(machines: Machines, probe: Probe) -> tuple[int, Mapping[int, float]]:
-    """Return the cores of a host, and how its processes share them, if that was measured for so many cores."""
+    """Return the cores of a host, and how its processes share them, if measured."""
     probed = probe.machine.cores
     cores = machines.cores or probed
     return cores, probe.sharing if cores == probed else {}
 
 
 def least_slowdown(processes: int, cores: int, sharing: Mapping[int, float]) -> float:
-    """Return how many times longer each process computes at least: while some wait, fewer compute at once."""
+    """Return how many times longer each process computes at least.
+
+    While some wait, fewer compute at once.
+    """
     # Between these numbers the work of a host rises or falls all the way.
     turns = {1, processes, *(number for number in (cores, *sharing) if number < processes)}
     return max(1.0, processes * min(slowdown(number, cores, sharing) / number for number in turns))
 
 
 class HostCores:
-    """The cores of one host, which all computing threads on it share alike. sharing: as for `slowdown`."""
+    """The cores of one host, which all computing threads on it share alike."""
 
     def __init__(self, sim: Simulation, count: int, sharing: Mapping[int, float]) -> None:
         self._sim, self.count, self._sharing = sim, count, sharing
@@ -107,7 +110,7 @@ class HostCores:
 
 
 class LinkTime(Meter):
-    """The time until which one direction of a host's link is taken. rate: bytes per second."""
+    """The time until which one direction of a host's link is taken."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate

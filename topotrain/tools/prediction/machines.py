@@ -28,7 +28,7 @@ class Machines:
     emulated: bool = False  # the hosts are units on one machine (`run --emulate`), and share its cores
 
     def with_job(self, job: Job) -> "Machines":
-        """Return these machines with the emulated link of a job, if they have none and it has one."""
+        """Return these machines with the emulated link of a job, if they have none."""
         if self.link is not None or job.cluster.link is None:
             return self
         return replace(self, link=job.cluster.link, emulated=True)
@@ -69,7 +69,7 @@ def _parse_count(option: str, text: str) -> int:
 
 
 def _parse_stragglers(text: str) -> Mapping[int, float]:
-    """Parse the value of `--straggler`, such as "1x4" or "1x4,3x2.5". Raises ConfigError."""
+    """Parse a value such as "1x4" or "1x4,3x2.5". Raises ConfigError."""
     found: dict[int, float] = {}
     for part in text.replace(" ", "").split(","):
         match = _STRAGGLER.fullmatch(part)
@@ -90,7 +90,7 @@ def _parse_stragglers(text: str) -> Mapping[int, float]:
 def parse_machines(
     hosts: str = "", link: str = "", straggler: str = "", memory: str = "", mtbf: str = "", cores: str = ""
 ) -> Machines:
-    """Return the machines of these options, as text; empty: not given. Raises ConfigError."""
+    """Return the machines of options; empty: not given. Raises ConfigError."""
     return Machines(
         _parse_count("--hosts", hosts) if hosts else 0,
         _parse_count("--cores", cores) if cores else None,

@@ -39,7 +39,7 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A process that the others wait for: seconds in a step, as a mean over those that wait."""
+    """A process, and the mean seconds in a step for which others wait for it."""
 
     process: str
     seconds: float
@@ -47,7 +47,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class BusyResource:
-    """A resource such as "server 0/1's link out", and the share of the time in which it is busy."""
+    """A resource such as "server 0/1's link out", and its busy share of the time."""
 
     name: str
     share: float
@@ -73,7 +73,7 @@ class ProcessMemory:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """The updates between the values of which a gradient was computed and its own update."""
+    """The updates between the values of a gradient and its own update."""
 
     mean: float
     p95: float

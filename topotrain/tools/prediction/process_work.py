@@ -1,4 +1,4 @@
-"""The work of simulated processes: each handles one message after another, and may have a script."""
+"""The work of simulated processes, which handle one message after another."""
 
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Action = Callable[[], None]
 
 
 class SerialWork:
-    """Work of one thread on the cores of its host, piece by piece in the order in which it comes."""
+    """Work of one thread on the cores of its host, piece by piece in its order."""
 
     def __init__(self, cores: HostCores) -> None:
         self._cores = cores
@@ -42,7 +42,7 @@ class SerialWork:
 
 
 class ProcessWork(Waiter):
-    """One endpoint's work: the messages that it handles, and of a worker the script with its waits.
+    """One endpoint's work: its messages, and of a worker the script with its waits.
 
     A message takes the time of its receipt, then it is handled. Messages that are sent then leave when the
     work before them is done.
@@ -117,7 +117,7 @@ class ProcessWork(Waiter):
         self.compute(self.script_meter.take())
 
     def compute(self, seconds: float, idle: float = 0.0) -> None:
-        """Let the script compute for so many seconds of a core, and then stand still for `idle` seconds."""
+        """Let the script compute for seconds of a core, and then stand still."""
         if seconds > 0:
             over: list[bool] = []
             self.cores.run(seconds, lambda: over.append(True))
@@ -126,7 +126,10 @@ class ProcessWork(Waiter):
             self._sim.sleep(idle)
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        """Let the script wait. Only a message that is handled here can make `ready()` true."""
+        """Let the script wait.
+
+        Only a message that is handled here can make `ready()` true.
+        """
         self.spend()
         self._news = True
         self._script_runs = False
@@ -147,7 +150,7 @@ class ProcessWork(Waiter):
         return self._news
 
     def now(self) -> float:
-        """Return the time as the running code sees it, with its own work since the last event."""
+        """Return the time with the running code's own work since the last event."""
         if self.handling:
             return self._sim.now + self._elapsed + self.meter.pending
         return self._sim.now + self.script_meter.pending

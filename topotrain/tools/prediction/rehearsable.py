@@ -1,4 +1,4 @@
-"""Which jobs can be rehearsed, their memory, the error to expect, and the goodput with hosts that fail.
+"""Jobs that can be rehearsed: memory, expected error, goodput with failures.
 
 A host that fails is started again with its processes. If it had only workers of groups that the others can do without,
 these groups stand still, and the others train on. If not, the whole job goes back to its last snapshot.
@@ -49,7 +49,10 @@ def check(job: Job, topology: Topology) -> None:
 
 
 def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topology) -> Sequence[ProcessMemory]:
-    """Return the training state of each process. Raises ConfigError where a host needs more than it has."""
+    """Return the training state of each process.
+
+    Raises ConfigError where a host needs more than it has.
+    """
     optimizer = probe.optimizer
     planned = plan(job, PlannedSchema(probe.schema(), optimizer.state_factor, optimizer.momentum, (optimizer.name,)))
     if machines.memory_bytes is not None:
@@ -64,7 +67,7 @@ def planned_memory(job: Job, probe: Probe, machines: Machines, topology: Topolog
 
 
 def changes(job: Job) -> tuple[str, ...]:
-    """Return why the updates of a job differ from those of one process; empty: they do not."""
+    """Return why updates differ from those of one process; empty: they do not."""
     cluster = job.cluster
     several, implicit = cluster.nworker_groups > 1, cluster.nserver_groups == 0
     conditions = {
@@ -107,9 +110,10 @@ Measured: benchmarks/results, "What snapshots cost": 78 ms for 126 MB.
 
 
 def goodput(job: Job, topology: Topology, machines: Machines, probe: Probe, step_s: float) -> float | None:
-    """Return the share of the steps that failures and snapshots leave; None: no failures were asked for.
+    """Return the share of the steps that failures and snapshots leave.
 
-    step_s: the usual time of a step. Raises ConfigError where a failure ends the job, or begins it anew.
+    None: no failures were asked for. step_s: the usual time of a step. Raises ConfigError where a failure ends the job,
+    or begins it anew.
     """
     mtbf_s = machines.mtbf_s
     if mtbf_s is None:
@@ -134,7 +138,10 @@ def goodput(job: Job, topology: Topology, machines: Machines, probe: Probe, step
 
 
 def _failing_hosts(job: Job, topology: Topology, machines: Machines) -> tuple[int, list[int]]:
-    """Return how many hosts take the job back, and how many pause each group, or all that wait for each other."""
+    """Return how many hosts take the job back, and how many pause each group.
+
+    Groups that wait for each other count as one.
+    """
     with_servers = {machines.host_of(topology, server) for unit in topology.units for server in unit.servers}
     groups: dict[int, set[int]] = defaultdict(set)
     for unit in topology.units:

@@ -214,7 +214,10 @@ class Rehearsal(SimCluster):
     # --- what it shows ---------------------------------------------------------------------------------------------
 
     def prediction(self, memory: Sequence[ProcessMemory]) -> Prediction:
-        """Return the prediction, when it has run. Raises ConfigError where failures end the job."""
+        """Return the prediction, when it has run.
+
+        Raises ConfigError where failures end the job.
+        """
         job, topology = self.job, self.topology
         steps = [record for script in self.scripts for record in self._measured(script)]
         times = sorted(record.ended - record.begun for record in steps)
@@ -244,11 +247,14 @@ class Rehearsal(SimCluster):
         return script.records[self.measured.start :]
 
     def _counted(self, script: RehearsedWorker) -> Sequence[StepRecord]:
-        """Return the steps of a worker that count for its rates: of a slow one all but its first one."""
+        """Return the steps that count for the rates of a worker.
+
+        Of a slow one they are all but its first one.
+        """
         return self._measured(script) or script.records[1:]
 
     def _rate(self, script: RehearsedWorker, usual_s: float) -> float:
-        """Return the steps of a worker per second that count. usual_s: of a step of all workers."""
+        """Return the steps per second of a worker. usual_s: of a step of all workers."""
         counted = self._counted(script)
         if counted:
             return sum(not record.late for record in counted) / (counted[-1].ended - counted[0].begun)

@@ -1,4 +1,4 @@
-"""The network of a rehearsal: routes between processes, with the costs of a probe, and records of the messages."""
+"""The network of a rehearsal: routes with the costs of a probe, and records."""
 
 import random
 from collections import defaultdict
@@ -79,7 +79,10 @@ class MessageRecords:
             self._there[moment, me.group, step][me] = now
 
     def exchange(self, me: Address, step: int) -> Iterator[tuple[str, float, Address]]:
-        """Yield name, end and process of each part of a worker's exchange; that of a wait is the one it waits for."""
+        """Yield name, end and process of each part of a worker's exchange.
+
+        The process of a wait is the one that the worker waits for.
+        """
         rounds = (Moment.PUSHED, Moment.REDUCED, Moment.MEAN), (Moment.COMMITTED, Moment.ANSWERED, None)
         for sent, left, here in rounds:
             there = self._there.get((sent, me.group, step))
@@ -97,7 +100,7 @@ class MessageRecords:
 
 
 def _step_of(message: m.Message) -> int | None:
-    """Return the number of the step of a worker group to which a message belongs, or None."""
+    """Return the number of the step to which a message belongs, or None."""
     if isinstance(message, m.StepDecision) and message.change:
         return None
     step = getattr(message, "step", None)

@@ -1,4 +1,4 @@
-"""The script of a rehearsed worker: the product's worker, on a model without memory, with the probed times."""
+"""The script of a rehearsed worker: the product's worker with probed times."""
 
 import inspect
 import math
@@ -50,7 +50,10 @@ class RehearsedModel(nn.Module):
 
 
 class _Ready(torch.autograd.Function):
-    """Gives a parameter its gradient at its time in the backward. The node without a parameter ends the backward."""
+    """Gives a parameter its gradient at its time in the backward.
+
+    The node without a parameter ends the backward.
+    """
 
     @staticmethod
     def forward(
@@ -68,7 +71,7 @@ class _Ready(torch.autograd.Function):
 
 
 class ComputedStep:
-    """The computing of one step: seconds of a core, times the factor by which the worker is slower."""
+    """The computing of one step of a worker, which may be slower by a factor."""
 
     def __init__(self, work: ProcessWork, forward_s: float, backward_s: float, factor: float) -> None:
         self._work, self._forward_s, self._backward_s, self._factor = work, forward_s, backward_s, factor
@@ -91,7 +94,10 @@ class ComputedStep:
 
 
 def optimizer_class(probe: Probe) -> type[Optimizer]:
-    """Return the class of the probed optimizer. Raises ConfigError where torch has none of this name."""
+    """Return the class of the probed optimizer.
+
+    Raises ConfigError where torch has none of this name.
+    """
     name = probe.optimizer.name.rpartition(".")[2]
     cls = getattr(torch.optim, name, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)) or cls is Optimizer:
@@ -177,7 +183,7 @@ class RehearsedWorker:
         return worker
 
     def _order(self, parts: ModelParts) -> Sequence[tuple[nn.Parameter, float]]:
-        """Return trained parameters in the order of the forward, with the share of the backward when each is ready."""
+        """Return trained parameters in the forward's order, with when each is ready."""
         ready = [(probed.ready, tensor) for probed, tensor in zip(self._probe.model, parts.tensors, strict=True)]
         trained = [(share, tensor) for share, tensor in ready if tensor.requires_grad]
         # Backward goes the other way.
@@ -217,7 +223,7 @@ class RehearsedWorker:
         return StepRecord(number, begun, step.computed, work.now(), worker.committed != number, staleness, late)
 
     def _drawn(self) -> float:
-        """Draw how much longer than the mean a step takes: a log-normal factor of the probed spread."""
+        """Draw a log-normal factor of the probed spread for the time of a step."""
         spread = self._probe.spread
         if not spread:
             return 1.0

@@ -40,7 +40,10 @@ def speed_bound(job: Job, topology: Topology, machines: Machines, probe: Probe) 
 
 
 def _link_bounds(topology: Topology, samples: int, computing: Sequence[float], model_s: float) -> Iterator[SpeedBound]:
-    """Yield the bounds of links that take so many seconds for the model. computing: of a step of each group."""
+    """Yield the bounds of links.
+
+    computing: seconds of a step of each group. model_s: of a link for the model.
+    """
     groups = range(topology.server_groups)
     served = [Counter(map(topology.host_of, topology.servers(group))) for group in groups]
     limited, copies = 0.0, Counter[int]()

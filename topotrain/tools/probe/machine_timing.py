@@ -1,4 +1,4 @@
-"""Time what a machine does besides the script: the work of servers, and messages between two processes.
+"""Time a machine: the work of servers, and messages between two processes.
 
 Updates, sums, copies and small operations run on one thread, as in a server, and with the product's own code.
 

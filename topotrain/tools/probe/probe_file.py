@@ -99,7 +99,10 @@ class ProbedBatch:
 
 @dataclass(frozen=True)
 class ProbedOptimizer:
-    """The optimizer of the program: a server updates `n` elements in `fixed_s + n * element_s` seconds."""
+    """The optimizer of the program.
+
+    A server updates `n` elements in `fixed_s + n * element_s` seconds.
+    """
 
     name: str
     state_factor: Annotated[float, _within(0, 100)]  # elements of state per element of a parameter
@@ -179,7 +182,10 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def load_probe(path: Path | str) -> Probe:
-    """Read a probe from a file. Raises ConfigError for one that cannot be read, and for a field that is wrong."""
+    """Read a probe from a file.
+
+    Raises ConfigError for one that cannot be read, and for a field that is wrong.
+    """
     try:
         if Path(path).stat().st_size > _LARGEST:
             raise ConfigError("", None, f"is no probe: larger than {_LARGEST >> 20} MB")

@@ -1,8 +1,9 @@
-"""Measure the steps of a script that calls `tt.prepare`: their parts, and when gradients are ready.
+"""Measure the steps of a script: their parts, and when gradients are ready.
 
-A step ends with that of the first optimizer. The measurements of a step lie between two such ends. The script gets
-batches of two sizes from its own loader, which is changed in place, so that the script keeps the object that it has
-made. A smaller batch has the first samples of the full one, as a worker of a group has a share of the group's batch.
+The script calls `tt.prepare`. A step ends with that of the first optimizer. The measurements of a step lie between two
+such ends. The script gets batches of two sizes from its own loader, which is changed in place, so that the script keeps
+the object that it has made. A smaller batch has the first samples of the full one, as a worker of a group has a share
+of the group's batch.
 """
 
 import time

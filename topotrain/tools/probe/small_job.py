@@ -40,7 +40,7 @@ _BLOCK = 10
 def run_small_job(
     processes: "ForkedProcesses", parameters: int, seconds: float, transport: Mapping[str, float], update_s: float
 ) -> dict[str, float]:
-    """Run the job; return `worker_step_s`, `server_message_s` and `start_s` of a probe.
+    """Run the job; return worker_step_s, server_message_s and start_s of a probe.
 
     seconds: of its steps. transport: the fields of shared memory in a probe. update_s: of the server's kernel for a
     slice. Raises ConfigError where the job does not come to its end, SystemExit where a signal has ended it.
@@ -64,7 +64,7 @@ def run_small_job(
 
 
 def _handled(folder: Path) -> tuple[int, float]:
-    """Return a step's messages, and a server's seconds for them without its answers, as medians."""
+    """Return the medians of a step's messages, and of a server's seconds for them."""
     handled, sent = {kind.HANDLED for kind in KINDS.values()}, {kind.SENT for kind in KINDS.values()}
     seconds: dict[int, float] = defaultdict(float)
     messages: Counter[int] = Counter()
@@ -116,7 +116,10 @@ def _backward(model: _SmallModel) -> None:
 
 
 def _core_seconds(step: Callable[[], None], seconds: float) -> float:
-    """Return the seconds of this thread's core for a step: the first quartile, since others only add to it."""
+    """Return the seconds of this thread's core for a step.
+
+    The first quartile, since others only add to it.
+    """
     for _ in range(_WARM):
         step()
     found: list[float] = []

@@ -73,7 +73,7 @@ def reduction_of(
     transport: SimulatedTransport,
     present: PresentWorkers,
 ) -> tuple[GradientExchange | None, tuple[ClientExtension, ...]]:
-    """Return the part in the sums of its host of a worker with this incarnation, and its extension."""
+    """Return a worker's part in the sums of its host, and its extension."""
     unit = used_unit(job, topology, me[0])
     if unit is None:
         return None, ()
@@ -118,7 +118,7 @@ class SimTimer(TimerHost):
 
 
 class SimCluster:
-    """All servers and worker clients of a job on a simulated transport. schema: the parameters of the model."""
+    """All servers and worker clients of a job on a simulated transport."""
 
     shared = False
     """Whether the processes of a host show each other memory."""

@@ -1,4 +1,4 @@
-"""The command `topotrain probe`, and the probe of other commands: measure one program on this machine."""
+"""The command `topotrain probe`, and the probe of other commands."""
 
 import sys
 import time
