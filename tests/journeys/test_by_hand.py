@@ -96,3 +96,11 @@ def test_servers_beside_workers_live_and_end_with_them(shells: Shells) -> None:
     ended(pair, [0, 0])
     assert (shells.folder / "w" / "final.safetensors").exists()
     assert nobody_is_left(pair)
+
+
+def test_a_worker_that_was_started_by_hand_brings_the_result_home_too(shells: Shells) -> None:
+    port = free_port()
+    words = ("--paddle", f"port={port}", "--workspace", "w", "--os-exit")
+    trainer, server = program(shells, *words), pserver(shells, f"--port={port}")
+    ended([trainer, server], [0, 0])
+    assert (shells.folder / "w" / "final.safetensors").exists()

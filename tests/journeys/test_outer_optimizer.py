@@ -63,7 +63,7 @@ def test_a_loss_that_is_not_finite_ends_the_job_with_one_line_about_the_local_st
 
 
 def test_what_a_script_cannot_have_is_named(runner: JobRunner) -> None:
-    ended = runner.run(ROUNDS, "assigning.py", "after", code=2)
+    ended = runner.run(ROUNDS, "assigning.py", "before", code=2)
     assert "tt.assign: cannot be used with cluster.outer" in ended.out + ended.err
 
 

@@ -1,6 +1,7 @@
 """Settings of the conf together, through real processes. What each does is asserted in process."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -102,6 +103,21 @@ def test_share_memory_shares_the_values(runner: JobRunner) -> None:
     addresses = [(ended.workspace / f"map-{rank}").read_text().split() for rank in (0, 1)]
     assert addresses[0] == addresses[1]
     assert all(len(inode) == 1 for inode in addresses)
+
+
+def test_the_report_says_how_many_threads_each_worker_has(runner: JobRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runner.folder / "threads.py"
+    script.write_text(
+        "import runpy, sys, torch\n"
+        "torch.set_num_threads(int(sys.argv.pop()) or torch.get_num_threads())\n"
+        f"runpy.run_path({str(PROGRAMS / 'small.py')!r})\n"
+    )
+    threads = {"worker 0/0", "worker 0/1", "worker 0/2"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert runner.run(SANDBLASTER, str(script), "3").report["threads"] == dict.fromkeys(threads, 3)
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    divided = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert runner.run(SANDBLASTER, str(script), "0").report["threads"] == dict.fromkeys(threads, divided)
 
 
 def test_plan_with_a_program_shows_slices_and_memory(runner: JobRunner) -> None:

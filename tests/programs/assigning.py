@@ -1,4 +1,4 @@
-"""A script that changes parameters itself: after each step or before it, and at the begin of each epoch.
+"""A script that changes parameters itself: before each step, and at the begin of each epoch.
 
 Rule: the result of a job is that of plain Python, and no change is made twice or left out, whichever process dies.
 With `--hold FILE`, the main worker stops behind step `--at` as long as the file is there, for somebody to kill it. With
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import topotrain as tt
 
 parser = argparse.ArgumentParser()
-parser.add_argument("kind", choices=["after", "before"])
+parser.add_argument("kind", choices=["before"])
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--hold", type=Path, default=Path("nothing"))
 parser.add_argument("--at", type=int, default=30)
@@ -55,19 +55,13 @@ for _ in tt.epochs(given.epochs):
     shrink()
     for x, y in loader:
         optimizer.zero_grad()
-        if given.kind == "before":
-            shrink()
+        shrink()
         if given.once is not None and tt.rank() == 1 and steps == given.at and not given.once.exists():
             given.once.touch()
             os.kill(os.getpid() if given.job is None else server(given.job), signal.SIGKILL)
         nn.functional.mse_loss(model(x), y).backward()
         still.wait(0.005 if given.hold.name != "nothing" else 0)  # computing, in place of a larger model
         optimizer.step()
-        if given.kind == "after":
-            with tt.assign(model):
-                for p in model.parameters():
-                    p.data.clamp_(-0.3, 0.3)
-            shrink()
         steps += 1
         if steps == given.at:
             print("holding" if given.hold.exists() else "there", flush=True)

@@ -1,27 +1,14 @@
-"""A small model, trained through entry points whose processes are started by hand, plainly, or by `topotrain run`."""
+"""The model of entry_points.py, trained by processes that are started by hand and end in several ways."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-import torch
+from entry_points import build
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-
-SAMPLES, BATCH = 65, 13  # shares are unequal
-
-
-def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[torch.Tensor]]:
-    generator = torch.Generator().manual_seed(4)
-    x = torch.randn(SAMPLES, 40, generator=generator)
-    data = TensorDataset(x, x[:, :4].argmax(dim=1))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(40, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True)
 
 
 def beside(addresses: str, number: int, workspace: str) -> None:
