@@ -2,6 +2,7 @@
 
 import json
 import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from launch_targets import wait_for
 from shells import Shell, Shells, alive, ended
 
 from topotrain.tools.cli.app import main
+from topotrain.tools.probe.forked_processes import ProcessEnded, forked_processes
 from topotrain.tools.probe.probe_file import load_probe, parse_probe
 
 pytestmark = pytest.mark.journey
@@ -96,6 +98,16 @@ def test_bad_options(tmp_path: Path, monkeypatch: Any, capsys: Any, options: lis
         main(["probe", *options])
     said = capsys.readouterr().err
     assert left.value.code == 2 and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("call", "words"), [("json:loads", "TypeError: loads"), ("builtins:print", "socket")])
+def test_a_process_that_fails_or_ends_has_given_no_answer(served_at: str, call: str, words: str) -> None:
+    with (
+        forked_processes(served_at) as processes,
+        closing(processes.start(call, {}, "one")) as process,
+        pytest.raises(ProcessEnded, match=words),
+    ):
+        process.answer(60.0)
 
 
 def test_ctrl_c_leaves_no_process(shells: Shells) -> None:

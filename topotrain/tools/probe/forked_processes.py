@@ -64,10 +64,12 @@ class ForkedProcess:
             line = self._answers.readline()
         except ConnectionError:  # it has ended before it has read its order
             line = b""
-        if not line:
+        found = dict(json.loads(line)) if line else {}
+        if not line or "event" in found:  # an event is what the forkserver says of a process that fails, or ends
             lines = self._log.read_bytes()[-_LAST:].decode(errors="replace").strip().splitlines()
-            raise ProcessEnded(lines[-1].strip() if lines else "it left no word")
-        return dict(json.loads(line))
+            last = lines[-1].strip() if lines else "it left no word"
+            raise ProcessEnded(found.get("text", last))
+        return found
 
     def close(self) -> None:
         """Let the process end: without its channel it does not wait for orders."""
