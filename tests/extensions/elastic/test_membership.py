@@ -15,6 +15,7 @@ from topotrain.extensions.elastic.membership import (
     STREAMS,
     CoordinatorAnswers,
     GroupRestarts,
+    Members,
     count_reply,
     count_requests,
 )
@@ -23,6 +24,22 @@ from topotrain.extensions.tables.table_server import TableServer
 from topotrain.launch.runtime.server_composition import make_server
 
 A, B, OTHER = (Address(Role.WORKER, *place) for place in ((0, 0), (0, 1), (1, 0)))
+
+
+def test_a_group_is_current_once_it_has_announced_itself_and_its_change_is_carried_out():
+    members = Members((0, 1))
+    assert not members.changed and all(map(members.is_current, (A, B, OTHER)))
+    assert members.is_empty(0, 0) and members.is_empty(0, 1)
+    assert members.expect(0, 1) and members.changed
+    assert not members.is_current(A) and not members.is_current(B) and members.is_current(OTHER)
+    assert members.is_empty(0, 1) and members.is_empty(0, 2) and not members.is_empty(0, 0)
+    members.join(A, 1)
+    assert not members.is_empty(0, 1) and members.is_empty(0, 2)
+    assert not members.is_current(A) and members.pending() == [(0, 1)]
+    assert members.restart(0, 1) == [A] and members.pending() == []
+    assert members.is_current(A) and not members.is_current(B)
+    members.join(B, 1)
+    assert members.is_current(B)
 
 
 def test_what_the_desk_asks_comes_in_parts_and_back_whole():
