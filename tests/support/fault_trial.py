@@ -22,6 +22,7 @@ from cell_observers import CellObserver
 from fault_schedule import ANY, ASSIGNED, MOVES, NETWORKS, Fault, FaultKind, FaultSchedule
 from faulty_cluster import FaultyCluster, SimWorker, parameters
 from faulty_network import NetworkFaults
+from reports import FunctionSender
 from sim_disks import PublishedSnapshot, SimDisks, passes_of
 from sim_processes import CrashableTransport, CrashableWaiter, Killed, PeerSender, WorkerProcess
 from torch import nn
@@ -283,21 +284,6 @@ class TrialScript:
         return found
 
 
-class CrashableSender:
-    """Sends the messages of a worker process, which can die at each of them."""
-
-    def __init__(self, trial: "Trial", process: WorkerProcess) -> None:
-        self._trial, self._process = trial, process
-
-    def send(self, to: Address, message: m.Message) -> None:
-        """As `MessageSender.send`. Raises Killed when the process is over."""
-        process = self._process
-        self._trial.inject_due(process, message)
-        if process.over:
-            raise Killed
-        self._trial.transport.send(process.me, to, message)
-
-
 class Trial(FaultyCluster):
     """A simulated cluster with faults.
 
@@ -404,7 +390,7 @@ class Trial(FaultyCluster):
     def _make_client(self, me: Address, number: int = 0) -> Client:
         process = self.worker_processes[me] = WorkerProcess(me, number)
 
-        waiter, sender = CrashableWaiter(process, self.sim), CrashableSender(self, process)
+        waiter, sender = CrashableWaiter(process, self.sim), FunctionSender(partial(self.say, process))
         gradients, sums = reduction_of(
             self.job, self.topology, (me, number), PeerSender(sender), self.transport, self.present
         )
@@ -443,6 +429,13 @@ class Trial(FaultyCluster):
         """Do nothing: servers connect to each other when they start."""
 
     # --- faults --------------------------------------------------------------------------------------------------
+
+    def say(self, process: WorkerProcess, to: Address, message: m.Message) -> None:
+        """A process sends a message, and can die at it. Raises Killed when it is over."""
+        self.inject_due(process, message)
+        if process.over:
+            raise Killed
+        self.transport.send(process.me, to, message)
 
     def inject_due(self, process: WorkerProcess, message: m.Message) -> None:
         """Execute the faults that are due at this message, before it is sent."""

@@ -21,15 +21,17 @@ later, and starts the group again.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from batch_counts import InvariantViolated
 from cell_model import cell_model, outer_plan
 from cell_observers import GroupReplicas, IslandObserver
 from fault_schedule import Fault, FaultKind
-from fault_trial import CrashableSender, Trial, TrialScript
+from fault_trial import Trial, TrialScript
 from faulty_cluster import SimWorker, parameters
 from faulty_network import SimClock
+from reports import FunctionSender
 from sim_disks import passes_of
 from sim_processes import Killed, PeerSender, SimPeers, WorkerProcess
 from torch import nn
@@ -153,7 +155,7 @@ class IslandScript(TrialScript):
         # In this order, as in a job: when a worker goes on, all of its group know where they begin.
         rest = self._rest(client)
         if isinstance(inner, GroupOptimizer):
-            sender = PeerSender(CrashableSender(trial, process))
+            sender = PeerSender(FunctionSender(partial(trial.say, process)))
             trial.peers.join(process, client, inner.channel(client, sender))
         name = f"{process.me} of incarnation {process.incarnation}"
         observer = IslandObserver(name, worker, trial.batches * trial.epochs * self._workers)

@@ -1,6 +1,8 @@
-"""Delayed Nesterov momentum: torch's bits without a delay, the paper's updates with one, on any cut of a tensor."""
+"""Delayed Nesterov momentum: torch's bits without a delay, the paper's updates with one.
 
-import copy
+Slices of a tensor are in test_optimizer_part.py.
+"""
+
 from typing import Any
 
 import pytest
@@ -9,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from topotrain.config.job import ConfigError, LRGen, Param, Updater, UpdaterType
-from topotrain.core.optim.adapter import OptimizerSpec, SliceUpdate, describe, hyper
 from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.core.optim.updater_block import build
 
@@ -82,46 +83,6 @@ def test_so_many_updates_move_as_one_with_their_mean(delay: int, rounds: int, mo
         plain.step()
     for mine, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, their, rtol=1e-12, atol=1e-12)
-
-
-def spec_of(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter]) -> OptimizerSpec:
-    return OptimizerSpec.from_text(describe(optimizer, parameters).to_text())
-
-
-def cut(parameters: list[torch.nn.Parameter], every: int) -> list[tuple[int, int, torch.Tensor, slice]]:
-    """(key, parameter, 1-D view, its place)."""
-    out = []
-    for index, value in enumerate(parameters):
-        flat = value.detach().view(-1)
-        for start in range(0, flat.numel(), every):
-            place = slice(start, min(start + every, flat.numel()))
-            out.append((len(out), index, flat[place], place))
-    return out
-
-
-@pytest.mark.parametrize("delay", [1, 3])
-@pytest.mark.parametrize("every", [64, 192, 4096])
-def test_slices_have_the_bits_of_the_whole_and_go_on_from_their_state(every: int, delay: int) -> None:
-    whole, sliced = values(), values()
-    groups = [{"params": whole[:1]}, {"params": whole[1:], "lr": 0.05}]
-    optimizer = DelayedNesterov(groups, lr=0.5, momentum=0.8, delay=delay, weight_decay=0.01)
-    spec, pieces = spec_of(optimizer, whole), cut(sliced, every)
-    assert spec.name == "topotrain:DelayedNesterov"
-    rows = [piece[:3] for piece in pieces]
-    update = SliceUpdate(spec, rows)
-    for step in range(8):
-        train(optimizer, whole, range(step, step + 1))
-        now = gradients(step)
-        update.apply(hyper(optimizer), {key: now[index].view(-1)[place] for key, index, _, place in pieces})
-        assert same_bits([p.detach() for p in whole], [p.detach() for p in sliced]), step
-        # As a second copy, and as a snapshot: every entry by itself, numbers as numbers.
-        other, before = SliceUpdate(spec, rows), update.state_dict()
-        if step % 2:
-            other.load_state_dict(copy.deepcopy(before))
-        else:
-            for key, name, value in copy.deepcopy(before["entries"]):
-                other.load_state(key, name, value)
-        update = other
 
 
 def test_a_parameter_without_a_gradient_counts_no_update() -> None:

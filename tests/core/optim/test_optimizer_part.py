@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from topotrain.config.sharding import ALIGN
 from topotrain.core.optim import fused_lists, kernel_rounds
 from topotrain.core.optim.adapter import ELEMENTWISE, OptimizerSpec, SliceUpdate, describe, hyper
+from topotrain.core.optim.delayed_nesterov import DelayedNesterov
 from topotrain.core.optim.fused_lists import FusedLists
 from topotrain.core.optim.kernel_rounds import common_round
 
@@ -34,7 +35,12 @@ OPTIONS: Mapping[str, Sequence[dict[str, Any]]] = {
     "RAdam": ({}, {"weight_decay": 0.1}),
     "ASGD": ({}, {"t0": 2, "weight_decay": 0.1}),
     "Rprop": ({},),
+    "DelayedNesterov": (
+        {"delay": 1, "momentum": 0.8, "weight_decay": 0.01},
+        {"delay": 3, "momentum": 0.8, "weight_decay": 0.01},
+    ),
 }
+KINDS = {**{name: getattr(torch.optim, name) for name in ELEMENTWISE}, "DelayedNesterov": DelayedNesterov}
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 SHORT = (torch.bfloat16, torch.float16)
@@ -90,9 +96,9 @@ class Plan:
 @st.composite
 def plans(draw: st.DrawFn, name: str) -> Plan:
     dtype = draw(st.sampled_from(DTYPES))
-    kernels: list[dict[str, Any]] = [{}, {"foreach": False}]
+    kernels: list[dict[str, Any]] = [{}, *([{"foreach": False}] if name in ELEMENTWISE else [])]
     # In short floats the bits of torch's SGD with foreach depend on the other tensors of the call.
-    if dtype not in SHORT:
+    if dtype not in SHORT and name in ELEMENTWISE:
         kernels.append({"foreach": True})
     # A script may not name torch's fused SGD in short floats, which is wrong on some machines (`kernel_choice`).
     if name in FUSED and not dtype.is_complex and not (name == "SGD" and dtype in SHORT):
@@ -136,7 +142,7 @@ def with_kernels_of(update: SliceUpdate, optimizer: torch.optim.Optimizer) -> No
         mine.update({name: chosen[name] for name in ("fused", "foreach") if name in chosen})
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("name", KINDS)
 @given(data=st.data())
 @settings(max_examples=examples(25), deadline=None)
 def test_the_bits_are_those_of_torch_on_whole_tensors(name: str, data: st.DataObject) -> None:
@@ -151,7 +157,7 @@ def test_the_bits_are_those_of_torch_on_whole_tensors(name: str, data: st.DataOb
     numbers = sorted(set(plan.groups))
     members = [[p for p, group in zip(whole, plan.groups, strict=True) if group == number] for number in numbers]
     rows = [{"params": each, "lr": 0.01 + 0.02 * number} for each, number in zip(members, numbers, strict=True)]
-    optimizer = getattr(torch.optim, plan.name)(rows, **plan.options, **plan.kernel)
+    optimizer = KINDS[plan.name](rows, **plan.options, **plan.kernel)
     spec = OptimizerSpec.from_text(describe(optimizer, whole).to_text())
     flat = Flat([max(size, 1) for size in plan.sizes], plan.dtype, plan.cut)
     flat.write(flat.values, whole)
