@@ -1,7 +1,10 @@
 """Memory for what workers send each other: used again when it has been read, and never before."""
 
-import pytest
+from collections import Counter, deque
+
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from topotrain.parallel.runtime.send_buffers import SMALL, SendBuffers, rounded
 
@@ -17,52 +20,36 @@ class Memory:
         return self.made[-1]
 
 
-def test_a_slot_is_used_again_once_it_has_been_read_and_not_before():
-    memory = Memory()
+PEERS = (1, 2)
+SIZES = (0, SMALL, 5000, 8192, 50_000)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PEERS), st.sampled_from(SIZES), st.integers(1, 3), st.booleans(), st.integers(-1, 4)),
+        max_size=40,
+    )
+)
+def test_a_slot_is_used_again_once_all_parts_of_its_value_have_been_read(turns):
+    """Small values, and what is sent once, take no slot. A count that cannot be frees nothing."""
+    memory, read, free = Memory(), Counter(), Counter()
     slots = SendBuffers(memory)
-    first, second = (slots.lend(1, 10_000, 1, again=True) for _ in range(2))
-    assert first.nbytes == 10_000 and first.data_ptr() != second.data_ptr()
-    assert slots.read(1, 1)
-    third = slots.lend(1, 10_000, 1, again=True)
-    assert third.data_ptr() == first.data_ptr() and len(memory.made) == 2
-    assert slots.read(1, 1), "it has not read anything new"
-    assert slots.lend(1, 10_000, 1, again=True).data_ptr() not in (second.data_ptr(), third.data_ptr())
-
-
-def test_a_value_in_parts_is_read_when_its_last_part_is():
-    slots = SendBuffers(Memory())
-    large = slots.lend(1, 50_000, 3, again=True)
-    for parts in (1, 2):
-        assert slots.read(1, parts)
-        assert slots.lend(2, 50_000, 1, again=True).data_ptr() != large.data_ptr()
-    assert slots.read(1, 3)
-    assert slots.lend(2, 50_000, 1, again=True).data_ptr() == large.data_ptr()
-
-
-def test_what_one_peer_has_read_says_nothing_of_another():
-    slots = SendBuffers(Memory())
-    lent = [slots.lend(peer, 8192, 1, again=True) for peer in (1, 2)]
-    assert slots.read(2, 1)
-    assert slots.lend(3, 8192, 1, again=True).data_ptr() == lent[1].data_ptr()
-    assert slots.lend(3, 8192, 1, again=True).data_ptr() != lent[0].data_ptr()
-
-
-@pytest.mark.parametrize("count", [-1, 0, 4])
-def test_a_count_that_cannot_be_frees_nothing(count):
-    slots = SendBuffers(Memory())
-    for _ in range(3):
-        slots.lend(1, 8192, 1, again=True)
-    assert slots.read(1, 1)
-    assert not slots.read(1, count)
-    assert slots.read(1, 3), "the true count is taken as before"
-
-
-def test_small_values_and_what_is_sent_once_take_no_slots():
-    memory = Memory()
-    slots = SendBuffers(memory)
-    for nbytes, again in ((SMALL, True), (0, True), (1 << 20, False)):
-        assert slots.lend(1, nbytes, 1, again).nbytes == nbytes
-    assert slots.read(1, 3) and not memory.made
+    unread = {peer: deque() for peer in PEERS}  # the slot of each part, and whether it is the value's last
+    for to, nbytes, parts, again, more in turns:
+        made, size = len(memory.made), rounded(nbytes)
+        value = slots.lend(to, nbytes, parts, again)
+        kept = again and nbytes > SMALL
+        assert value.nbytes == nbytes
+        assert len(memory.made) - made == (kept and not free[size])
+        assert not kept or all(slot is None or slot[0] != value.data_ptr() for u in unread.values() for slot, _ in u)
+        free[size] -= kept and len(memory.made) == made
+        unread[to] += [((value.data_ptr(), size) if kept else None, part == parts) for part in range(1, parts + 1)]
+        possible = 0 <= more <= len(unread[to])
+        assert slots.read(to, read[to] + more) == possible
+        for _ in range(more if possible else 0):
+            read[to] += 1
+            slot, last = unread[to].popleft()
+            free[slot and slot[1]] += bool(slot) and last
 
 
 def test_values_of_about_the_same_size_share_slots_and_little_is_wasted():

@@ -1,9 +1,10 @@
 """What `StepDone` and `Finished` say besides the step: waits, staleness, epoch, progress."""
 
-import random
+from math import ceil
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from in_process_job import mlp, sgd
 from script_job import job as job
 from script_job import loader, train
@@ -81,24 +82,20 @@ def test_an_estimate_changes_no_share_of_the_script() -> None:
 # --- the counts of staleness -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("most", [1, 5, 64])
-def test_a_share_of_the_staleness_is_exact_below_64(most: int) -> None:
-    rng = random.Random(most)
-    values = [rng.randrange(most) for _ in range(1237)]
-    counts = StalenessCounts()
-    for at in range(0, len(values), 3):
-        counts.add(tuple(values[at : at + 3]))
-    for share in (0.5, 0.95, 1.0):
-        value = counts.at_most(share)
-        assert sum(each <= value for each in values) >= share * len(values)
-        assert value == 0 or sum(each <= value - 1 for each in values) < share * len(values)
-
-
-def test_a_large_staleness_is_rounded_up_to_a_power_of_two() -> None:
-    counts = StalenessCounts()
-    assert counts.at_most(0.95) == 0.0
-    counts.add([64, 65, 1000, 10**9])
-    assert [counts.at_most(share) for share in (0.25, 0.5, 0.75, 1.0)] == [64.0, 128.0, 1024.0, float(1 << 30)]
+@given(st.lists(st.integers(0, 80) | st.integers(0, 1 << 40), max_size=60), st.integers(1, 4))
+def test_a_share_of_the_staleness_is_exact_below_64_and_else_rounded_up_to_a_power_of_two(values, parts):
+    """Also where the counts of several workers are added."""
+    whole, added = StalenessCounts(), StalenessCounts()
+    whole.add(values)
+    for part in range(parts):
+        counts = StalenessCounts()
+        counts.add(values[part::parts])
+        added.add_counts(counts)
+    bounds = sorted(value if value < 64 else 1 << (value - 1).bit_length() for value in values)
+    for share in (0.25, 0.5, 0.75, 0.95, 1.0):
+        expected = bounds[ceil(share * len(bounds)) - 1] if bounds else 0.0
+        assert whole.at_most(share) == added.at_most(share) == expected
+    assert (added.mean, added.most, added.is_empty) == (whole.mean, whole.most, not values)
 
 
 def test_the_recent_staleness_forgets_what_is_old() -> None:
@@ -116,15 +113,3 @@ def test_the_recent_staleness_forgets_what_is_old() -> None:
     recent.add([3, 100])
     last = recent.report(1001.0)
     assert (last.mean, last.at_most(0.95), last.most) == (51.5, 128.0, 100)
-
-
-@pytest.mark.parametrize("values", [[], [5], [0, 63, 64, 65, 200]])
-def test_counts_that_are_added_are_those_of_all(values: list[int]) -> None:
-    made, parts = StalenessCounts(), [StalenessCounts() for _ in range(3)]
-    whole = StalenessCounts()
-    for part in parts:
-        part.add(values)
-        made.add_counts(part)
-        whole.add(values)
-    assert [made.at_most(share) for share in (0.1, 0.5, 0.95)] == [whole.at_most(share) for share in (0.1, 0.5, 0.95)]
-    assert (made.mean, made.most, made.is_empty) == (whole.mean, whole.most, not values)

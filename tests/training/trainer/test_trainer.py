@@ -1,9 +1,5 @@
 """`tt.Trainer`: the usual loop's bits, every field's steps exact, tests that leave no trace, files that torch loads."""
 
-import json
-import os
-import shutil
-import subprocess
 import threading
 import traceback
 from pathlib import Path
@@ -11,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from in_process_job import mlp
-from process_pool import Warm, client
 from safetensors.torch import load_file, save_file
 from script_job import job as job  # a fixture
 from script_job import loader, unfused
@@ -28,7 +23,6 @@ from topotrain.training import context
 from topotrain.training.trainer.evaluation import BackgroundEvaluator
 from topotrain.training.trainer.parameter_files import load_checkpoints
 
-ROOT = Path(__file__).parents[3]
 SGD = Updater(
     type="kSGD",
     momentum=0.9,
@@ -385,56 +379,3 @@ def test_a_model_that_cannot_be_copied_is_refused_with_a_reason(job):
     model.lock = threading.Lock()
     with pytest.raises(ConfigError, match="cannot be copied for testing beside the training"):
         tt.Trainer(model, nn.CrossEntropyLoss(), loader(), held_out()).fit()
-
-
-# --- whole jobs ---------------------------------------------------------------------------------------------------
-
-
-BROKEN = """
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-import topotrain as tt
-
-loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 2)), batch_size=4)
-metrics = {"broken": lambda output, target: output.nothing}
-tt.Trainer(nn.Linear(3, 2), nn.MSELoss(), loader, loader, metrics=metrics).fit()
-"""
-
-STEPS = {"train_steps": 30, "disp_freq": 10, "test_freq": 12, "checkpoint_freq": 10, "checkpoint_after": 20}
-
-
-def run(warmed: Warm, folder: Path, program: Path, *more: str, code: int = 0):
-    """(the report, stdout, stderr) of a job in `folder`."""
-    fields = {**STEPS, "cluster.workspace": folder / "w"}
-    sets = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-    command = [*client(warmed.path), "-m", "topotrain", "run", f"--forkserver={warmed.served}"]
-    command += ["--report", folder / "r.json"]
-    command += [ROOT / "examples/conf/trainer.conf", *sets, *more, program]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    return json.loads((folder / "r.json").read_text()), done.stdout, done.stderr
-
-
-def folders(tmp_path: Path, *names: str) -> list[Path]:
-    found = [tmp_path / name for name in names]
-    for folder in found:
-        folder.mkdir()
-        shutil.copy(ROOT / "examples" / "digits.py", folder)
-    return found
-
-
-@pytest.mark.journey
-def test_downpour_does_the_steps_in_every_group_and_fails_with_what_a_test_raised(warmed, tmp_path):
-    well, badly = folders(tmp_path, "well", "badly")
-    downpour = ("--set", "cluster.nworker_groups=2", "--set", "cluster.nworkers_per_group=1")
-    report, _, _ = run(warmed, well, ROOT / "examples" / "trainer.py", *downpour)
-    assert report["framework"].startswith("Downpour")
-    assert {entry["steps"] for entry in report["processes"] if entry["workers"]} == {30}
-    assert report["tests"][-1]["step"] == 30
-    broken = badly / "broken.py"
-    broken.write_text(BROKEN)
-    report, _, err = run(warmed, badly, broken, *downpour, code=1)
-    assert report["cause"]["who"] == "worker 0/0" and report["cause"]["kind"] == "program"
-    assert "output.nothing" in err
