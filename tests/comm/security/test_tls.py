@@ -17,14 +17,13 @@ from transport_pairs import SERVER, TOKEN, WAIT, WORKER, Pair, Recorder, Transpo
 
 from topotrain.comm.security import handshake, tls
 from topotrain.comm.security.handshake import HandshakeTimeout, NotOurProtocol
-from topotrain.comm.security.tls import BUDGET, PIECE, Certificate, TlsChannel, client_side, server_side
+from topotrain.comm.security.tls import BUDGET, Certificate, TlsChannel, client_side, server_side
 from topotrain.comm.transport import Refused, TransportError, socket_transport, tcp
 from topotrain.comm.transport.tcp import ListenAddress, TcpTransport, local_address
 from topotrain.config.topology import Address, Role
 from topotrain.core.protocol import Fetch, Push, Values
 
 CERTIFICATE = Certificate.make()
-RAW = torch.arange(5 * PIECE // 16, dtype=torch.int32).numpy().tobytes()  # a piece and a quarter
 
 
 def over(function, *arguments):
@@ -67,20 +66,6 @@ def channels(trusted=True, **options):
 
 
 # --- the channel -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("waitall", [0, socket.MSG_WAITALL])
-def test_what_was_sent_before_the_end_arrives_before_it(waitall):
-    with channels() as (server, client):
-        for part in (RAW[:10], RAW[10:40_000], RAW[40_000:50_000]):
-            server.sendall(part)
-        server.shutdown(socket.SHUT_WR)
-        got = b""
-        while part := client.recv(20_000, waitall):  # much of it has been taken from the socket long before
-            got += part
-        assert got == RAW[:50_000]
-        client.sendall(b"still heard")
-        assert server.recv(100) == b"still heard"
 
 
 def test_the_own_end_wakes_a_reader():

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import random
 import shutil
 import signal
 import sys
@@ -105,29 +106,32 @@ def store(opened):
 KINDS = pytest.mark.parametrize("url", ["file", "tcp", "redis", "rediss"], indirect=True)
 
 
+VALUES = (b"", b"\0\xff" * 1000, b"1", b"2")
+NAMES = ("a", "a/b", "a-b/c.d_e", "ab")
+
+
 @KINDS
-def test_values_are_kept_whole(store, opened):
-    assert store.get("a") is None
-    for value in (b"", b"\0\xff" * 1000, b"short"):
-        store.set("a", value)
-        store.set("a/b", b"another")
-        assert opened().get("a") == value
-    assert store.get("a/b") == b"another"
-
-
-def test_compare_and_set(store):
-    assert not store.compare_and_set("k", b"x", b"1")
-    assert store.get("k") is None
-    assert store.compare_and_set("k", None, b"1")
-    assert not store.compare_and_set("k", None, b"2")
-    assert store.compare_and_set("k", b"1", b"2")
-    assert store.get("k") == b"2"
-    store.delete("k")
-    assert not store.compare_and_set("k", b"", b"1")  # an empty value is not none
-    assert store.compare_and_set("k", None, b"")
-    assert not store.compare_and_set("k", None, b"1")
-    assert store.watch("k", 0) == b""
-    assert store.compare_and_set("k", b"", b"1")
+def test_a_store_answers_as_a_dictionary_does(store, opened):
+    """Also one that another process has opened. An empty value is not none."""
+    held, other, rng = {}, opened(), random.Random(3)
+    for _ in range(200):
+        name, value, expected = rng.choice(NAMES), rng.choice(VALUES), rng.choice((None, *VALUES))
+        match rng.randrange(3):
+            case 0:
+                store.set(name, value)
+                held[name] = value
+            case 1:
+                assert store.compare_and_set(name, expected, value) == (held.get(name) == expected)
+                held |= {name: value} if held.get(name) == expected else {}
+            case _:
+                store.delete(name)
+                held.pop(name, None)
+        assert [other.get(each) for each in NAMES] == [held.get(each) for each in NAMES]
+        for prefix in ("", "a", "a/", "a-b/c", "zz"):
+            assert other.keys(prefix) == sorted(each for each in held if each.startswith(prefix))
+    for prefix in ("*", "a*", "/", "a//", ".", "A"):
+        with pytest.raises(ValueError, match="prefix = "):
+            store.keys(prefix)
 
 
 def count(open_one, key, times):
@@ -235,23 +239,6 @@ def test_a_ttl_that_is_none_is_refused(store):
         for call in (store.set, partial(store.compare_and_set, expected=None)):
             with pytest.raises(ValueError, match="ttl = "):
                 call("k", value=b"", ttl=ttl)
-
-
-def test_delete_and_keys(store):
-    assert store.keys() == []
-    for key in ("b", "a/1", "a/2", "ab", "a-b/c.d_e"):
-        store.set(key, b"")
-    assert store.keys() == sorted(["b", "a/1", "a/2", "ab", "a-b/c.d_e"])
-    assert store.keys("a") == sorted(["a/1", "a/2", "ab", "a-b/c.d_e"])
-    assert store.keys("a/") == ["a/1", "a/2"]
-    assert store.keys("zz") == []
-    store.delete("a/1")
-    store.delete("a/1")
-    assert store.keys("a/") == ["a/2"]
-    assert store.get("a/1") is None
-    for prefix in ("*", "a*", "/", "a//", ".", "A"):
-        with pytest.raises(ValueError, match="prefix = "):
-            store.keys(prefix)
 
 
 def test_a_job_and_a_prefix_are_a_view(store, opened):

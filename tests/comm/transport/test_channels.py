@@ -57,7 +57,12 @@ KINDS = {"tls": tls, "lanes": lanes}
 @settings(max_examples=examples(40), deadline=None)
 def test_what_goes_in_comes_out_however_it_is_cut(kind, sends, receives, buffers):
     with KINDS[kind]() as (here, there):
-        sender = threading.Thread(target=send_parts, args=(here, RAW, [*sends, (len(RAW), False)], buffers))
+
+        def send():
+            send_parts(here, RAW, [*sends, (len(RAW), False)], buffers)
+            here.shutdown(socket.SHUT_WR)  # much of what was sent has not arrived yet
+
+        sender = threading.Thread(target=send)
         sender.start()
         got = bytearray()
         for size, whole in [*receives, (len(RAW), True)]:
@@ -70,8 +75,10 @@ def test_what_goes_in_comes_out_however_it_is_cut(kind, sends, receives, buffers
             got += target[:count]
         sender.join(WAIT)
         assert got == RAW
-        here.shutdown(socket.SHUT_WR)
         assert there.recv_into(bytearray(10), 0, socket.MSG_WAITALL) == 0
+        send_parts(there, b"still heard", [(11, True)], 1)
+        still = bytearray(11)
+        assert here.recv_into(still, 0, socket.MSG_WAITALL) == 11 and still == b"still heard"
 
 
 @pytest.mark.parametrize("kind", KINDS)

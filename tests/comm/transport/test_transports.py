@@ -102,10 +102,6 @@ def bad_size(message, viewable):
     return torch.empty(message.bucket + 1)
 
 
-def bad_shape(message, viewable):
-    return torch.empty(message.bucket, 1)
-
-
 def no_place(message, viewable):
     raise ProtocolError("bucket 5 does not live here")
 
@@ -119,7 +115,7 @@ def broken(message, viewable):
     [
         (bad_size, "Values has a payload of 20 bytes, the schema says 24", False),
         (bad_size, "Values has a payload of 20 bytes, the schema says 24", True),
-        (bad_shape, "must be 1-D", False),
+        (lambda message, viewable: torch.empty(message.bucket, 1), "must be 1-D", False),
         (no_place, "bucket 5 does not live here", True),
         (broken, "internal error: ZeroDivisionError: a fault", False),
     ],

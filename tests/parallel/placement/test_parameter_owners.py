@@ -16,22 +16,38 @@ from topotrain.core.model.schema import FlatBuffers, effective, slice_map_for
 from topotrain.extensions.assignment.assignment_scope import AssignmentScope
 from topotrain.extensions.assignment.script_place import ScriptPlace
 from topotrain.extensions.host_sums.host_reduction import HostReduction
+from topotrain.parallel.placement.assign_modules import Assignment
+from topotrain.parallel.placement.parameter_owners import divide
+from topotrain.parallel.runtime.local_model import localise
 from topotrain.training.gradients.push_path import PushPath
 from topotrain.training.parameters.device_copy import ImmediateCopier
 from topotrain.training.parameters.device_parameters import DeviceParameters
 from topotrain.training.parameters.flat_parameters import FileMemory, ModelBuffers, ModelParts, describe_model
 
-OWNERS = {"left": (0,), "right": (1,), "tied": (0, 1), "common": (), "left_stat": (0,), "right_stat": (1,), "count": ()}
+PLACES = {
+    "left": Assignment(-1, 0),
+    "right": Assignment(-1, 1),
+    "tied": Assignment(-1, 0),
+    "again": Assignment(-1, 1),
+    "common": Assignment(0),
+}
+OWNERS = {"left.weight": (0,), "right.weight": (1,), "tied.weight": (), "common.weight": ()}
 STEPS = 5
+
+
+class Held(nn.Module):
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.register_buffer("stat", torch.zeros(3))
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = (nn.Parameter(torch.randn(30, 7)) for _ in range(2))
-        self.tied, self.common = nn.Parameter(torch.randn(130)), nn.Parameter(torch.randn(11))
-        for name in ("left_stat", "right_stat", "count"):
-            self.register_buffer(name, torch.zeros(3))
+        self.left, self.right = Held(30, 7), Held(30, 7)
+        self.tied, self.again, self.common = Held(130), Held(130), Held(11)
+        self.again.weight = self.tied.weight
 
 
 def build():
@@ -41,30 +57,7 @@ def build():
 
 def split(me, model, optimizer) -> ModelParts:
     """What worker `me` holds of the model; the rest is on the meta device, in the model and in the optimizer."""
-
-    def absent(name, tensor):
-        elsewhere = OWNERS[name] and me.index not in OWNERS[name]
-        return tensor.detach().to("meta") if elsewhere else None
-
-    new = {}
-    for name, parameter in list(model.named_parameters()):
-        if (empty := absent(name, parameter)) is not None:
-            model._parameters[name] = new[id(parameter)] = nn.Parameter(empty)
-    for name, buffer in list(model.named_buffers()):
-        if (empty := absent(name, buffer)) is not None:
-            model._buffers[name] = empty
-    for group in optimizer.param_groups:
-        group["params"] = [new.get(id(p), p) for p in group["params"]]
-    tensors = tuple(model.parameters())
-    found = describe_model(Model())
-    table = model._parameters
-    return ModelParts(
-        tensors,
-        tuple(replace(p, owners=OWNERS[p.name]) for p in found.parameters),
-        tuple(model.buffers()),
-        tuple(replace(b, owners=OWNERS[b.name]) for b in found.buffers),
-        tuple((table, name, index) for index, name in enumerate(table)),
-    )
+    return localise(model, optimizer, divide(model, PLACES, 2), me.index).parts
 
 
 def push(worker: int, step: int, name: str) -> torch.Tensor:
@@ -84,8 +77,8 @@ def script(t) -> None:
             state = t.optimizer.state_dict()
             assert len(state["state"]) == len(here) == 3
             t.optimizer.load_state_dict(state)
-    for name, buffer in t.model.named_buffers():
-        buffer += 10 + me if name != "count" else me
+    for buffer in t.model.buffers():
+        buffer += 10 + me
     elsewhere = [s.index for s in t.worker.map.spaces if not s.on(me)]
     assert elsewhere and not [name for name, space in t.worker.buffers.flats._flat if space in elsewhere]
 
@@ -107,7 +100,7 @@ def check(result) -> None:
         if not OWNERS[name] or 1 in OWNERS[name]:
             assert torch.equal(second.parts.tensors[index], wanted), name
         assert first.parts.tensors[index].is_meta == (OWNERS[name] == (1,))
-    assert [float(b.mean()) for b in result.workers[0].notes["buffers"]] == [10.0, 11.0, 0.0]
+    assert [float(b.mean()) for b in result.workers[0].notes["buffers"]] == [10.0, 11.0] * 2 + [10.0]
     assert isinstance(first.path, PushPath), "what nobody else has cannot be shown as the group's mean"
 
 
@@ -161,7 +154,7 @@ def test_each_worker_assigns_what_it_holds(shared):
     result = run_local(job_of(nworkers_per_group=2, nservers_per_group=2), build, assigns, shared, split)
     first, second = (handle.worker for handle in result.workers)
     found = [float(first.buffers.view("params", index).mean()) for index in range(4)]
-    assert dict(zip(OWNERS, found, strict=False)) == {"left": 2.0, "right": 3.0, "tied": 2.0, "common": 2.0}
+    assert dict(zip(OWNERS, found, strict=False)) == dict(zip(OWNERS, (2.0, 3.0, 2.0, 2.0), strict=True))
     assert [float(second.parts.tensors[index].detach().mean()) for index in (1, 2, 3)] == [3.0, 2.0, 2.0]
 
 
@@ -182,7 +175,7 @@ def test_memory_in_files_is_zeroed_and_a_folder_that_has_no_room_is_told(tmp_pat
 def test_an_owner_that_no_group_has_is_refused():
     (wrong, *_) = (replace(p, owners=(0, 2)) for p in describe_model(Model()).parameters)
     with pytest.raises(
-        SchemaError, match=r"'left': owners = \(0, 2\): must be 0 to 1: a group of the job has 2 workers"
+        SchemaError, match=r"'left.weight': owners = \(0, 2\): must be 0 to 1: a group of the job has 2 workers"
     ):
         slice_map_for([wrong], layout(job_of(nworkers_per_group=2).cluster))
 
@@ -207,5 +200,5 @@ def test_a_parameter_that_is_elsewhere_is_left_alone():
     parts.tensors[0].grad = torch.zeros_like(parts.tensors[0])
     with torch.no_grad():
         parts.tensors[0].add_(1)
-    with pytest.raises(RuntimeError, match="left was changed outside"):
+    with pytest.raises(RuntimeError, match=r"left\.weight was changed outside"):
         buffers.check()

@@ -142,14 +142,6 @@ class Does(nn.Module):
         return self.does(self, x)
 
 
-def by_value(model: Does, x: Tensor) -> Tensor:
-    return model.a(x).sum() if x.sum() > 0 else model.a(x).mean()
-
-
-def by_item(model: Does, x: Tensor) -> Tensor:
-    return model.a(x).sum() * x.max().item()
-
-
 def writes_what_travels(model: Does, x: Tensor) -> Tensor:
     hidden = model.a(x)
     part = hidden[0]
@@ -166,8 +158,8 @@ def nowhere(model: Does, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("does", "words"),
     [
-        (by_value, "decides or counts by a tensor's values"),
-        (by_item, "decides or counts by a tensor's values"),
+        (lambda m, x: m.a(x).sum() if x.sum() > 0 else m.a(x).mean(), "decides or counts by a tensor's values"),
+        (lambda m, x: m.a(x).sum() * x.max().item(), "decides or counts by a tensor's values"),
         (lambda m, x: m.a(x + torch.randn(6)).sum(), "calls torch.randn, which a session does not run"),
         (lambda m, x: m.a(x.mul_(2)).sum(), "torch.Tensor.mul_ writes in place to an argument"),
         (writes_what_travels, "torch.Tensor.add_ writes in place to an argument, or to a value"),
