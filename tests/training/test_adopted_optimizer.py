@@ -24,7 +24,7 @@ from in_process_job import (
 from pairwise import pairwise
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from training_loops import backward, clip_norm, each_step
+from training_loops import backward, clip_norm, each_step, scaled
 
 from topotrain.config.job import Grads, Pull, Updater
 from topotrain.core.client.client import JobError
@@ -134,30 +134,6 @@ def test_the_updaters_clip_norm_is_torchs():
 
 
 # --- loss scaling ------------------------------------------------------------------------------------------------
-
-
-def scaled(overflow_at=None, unscale=False):
-    """GradScaler on the CPU; in one step the loss is infinite on one sample, so on one worker only."""
-
-    def script(t):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-        scales = []
-        for step, (x, y) in enumerate(BATCHES):
-            if step == overflow_at:
-                x = x.clone()
-                x[0, 0] = 1e38
-            t.optimizer.zero_grad()
-            losses = t.losses(lambda m, x, y: m[0](x).pow(2).sum() * 1e-3 + cross_entropy(m, x, y), x, y)
-            t.backward([scaler.scale(loss) for loss in losses])
-            if unscale:
-                scaler.unscale_(t.optimizer)
-                nn.utils.clip_grad_norm_(t.model.parameters(), 0.5)
-            scaler.step(t.optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-        t.model.scales = scales
-
-    return script
 
 
 @pytest.mark.parametrize(
