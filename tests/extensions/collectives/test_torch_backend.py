@@ -87,14 +87,12 @@ def test_a_store_that_others_may_enter_is_refused(tmp_path):
         TorchCollective(Engine.kGloo, str(tmp_path / "open" / "store"), 0, 1)
 
 
-def test_an_interface_that_is_not_there(tmp_path):
+def test_a_group_that_cannot_be_joined(tmp_path):
+    store = str(tmp_path / "store" / "x")
     with pytest.raises(CollectiveError, match="joining the group failed"):
-        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "x"), 0, 1, interface="nosuch0")
-
-
-def test_a_rank_outside_the_group(tmp_path):
+        TorchCollective(Engine.kGloo, store, 0, 1, interface="nosuch0")
     with pytest.raises(ValueError, match="rank = 2: must be 0 to 1"):
-        TorchCollective(Engine.kGloo, str(tmp_path / "store" / "x"), 2, 2)
+        TorchCollective(Engine.kGloo, store, 2, 2)
 
 
 def test_engines_that_are_not_here(monkeypatch):

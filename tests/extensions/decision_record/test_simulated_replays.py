@@ -12,7 +12,6 @@ from soak_cases import soaked
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import OwnMessage, StepMade
-from topotrain.tools.replay.compare_records import first_difference
 from topotrain.tools.replay.decision_file import DecisionFile
 
 pytestmark = pytest.mark.simulated
@@ -126,15 +125,6 @@ def test_a_replay_stops_at_a_version_with_its_values() -> None:
     assert not same_bits(seen[16], seen[17])
     final = [trial.server(0, shard).state.known for shard in range(2)]
     assert same_bits(seen[last], [torch.cat([m.values(b.id) for b in m.buckets]) for m in final])
-
-
-def test_two_recordings_are_compared_decision_by_decision() -> None:
-    first, _ = recorded("downpour", 1)
-    second, _ = recorded("downpour", 2)
-    found = first_difference(first, second)
-    assert found is not None and found.server == "server 0/0" and found.first != found.second
-    assert "worker group" in found.first and found.version < 8
-    assert first_difference(first, first) is None
 
 
 # --- another program -------------------------------------------------------------------------------------------------

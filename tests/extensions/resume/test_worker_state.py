@@ -400,34 +400,26 @@ def test_a_loop_that_counts_batches_does_not_come_back_where_they_have_no_number
         tie(model, [sgd(model)], batches, counted=True, unrepeatable=why)
 
 
-def test_a_trainer_goes_on_with_the_step_that_is_next(job):
-    losses = nn.CrossEntropyLoss()
-    torch.manual_seed(3)
-    expected = mlp()
-    tt.Trainer(expected, losses, loader(), job=Job(train_steps=12), optimizer=sgd(expected)).fit()
-    tt.leave()
+def fitted(steps: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model of a Trainer that has made some steps, and where the generator stands."""
     torch.manual_seed(3)
     model = mlp()
-    tt.Trainer(model, losses, loader(), job=Job(train_steps=7), optimizer=sgd(model)).fit()
-    tt.leave()
+    tt.Trainer(model, nn.CrossEntropyLoss(), loader(), job=Job(train_steps=steps), optimizer=sgd(model)).fit()
     now = stand()
-    left = WorkerState(
-        1, 7, epoch_pass=1, now=now, begin=generator_after(5), groups=[{"lr": sgd(model).param_groups[0]["lr"]}]
-    )
+    tt.leave()
+    return model, now
+
+
+def test_a_trainer_goes_on_with_the_step_that_is_next(job):
+    """Its first epoch has five steps."""
+    (expected, _), (_, begin), (model, now) = fitted(12), fitted(5), fitted(7)
+    groups = [{"lr": sgd(model).param_groups[0]["lr"]}]
+    left = WorkerState(1, 7, epoch_pass=1, now=now, begin=begin, groups=groups)
     here = job(Past({(0, 0): left.to_bytes()}, {1: ((0, 2),)}), train_steps=12)
-    tt.Trainer(model, losses, loader(), optimizer=sgd(model)).fit()
+    tt.Trainer(model, nn.CrossEntropyLoss(), loader(), optimizer=sgd(model)).fit()
     here.finish()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in expected.state_dict().items())
     assert here.heard(events.Finished)[0].steps == 12
-
-
-def generator_after(steps: int) -> dict[str, torch.Tensor]:
-    """Where the generator stands when the usual script of a Trainer has taken its first epoch."""
-    torch.manual_seed(3)
-    model = mlp()
-    tt.leave()
-    tt.Trainer(model, nn.CrossEntropyLoss(), loader(), job=Job(train_steps=steps), optimizer=sgd(model)).fit()
-    return stand()
 
 
 def test_schedulers_of_one_class_need_names():
@@ -441,18 +433,13 @@ def test_schedulers_of_one_class_need_names():
         optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.LinearLR(optimizer)], [2]
     )
     rates.find()
-    assert (
-        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR"}
-        and len(told) == 1
-        and "several LR schedulers StepLR" in told[0]
-    )
+    assert rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR"}
+    assert len(told) == 1 and "several LR schedulers StepLR" in told[0]
     kept |= {"first": ones[0], "second": ones[1]}
     rates = OptimizerRates((optimizer,), kept, told)
     rates.find()
-    assert (
-        rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR", "tt.keep first", "tt.keep second"}
-        and len(told) == 1
-    )
+    assert rates.pack(WorkerState(0, 0)).schedulers.keys() == {"SequentialLR", "tt.keep first", "tt.keep second"}
+    assert len(told) == 1
     mark = rates.mark()
     ones[1].step()
     assert rates.mark() != mark and whole is not None
