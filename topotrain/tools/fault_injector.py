@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from topotrain.core.events import Event, Exited, Finished, Recovered, Started, StepDone
@@ -165,14 +165,8 @@ class FaultInjector:
         over = self._until is not None and time.monotonic() > self._until
         if over or self._exhausted or moment not in self._plan.moments or self._random.random() >= _MOMENT_CHANCE:
             return
-        with self._lock:
-            known = self._living.get(who)
-            if known is None:
-                return
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(known[1], signal.SIGKILL)
-                began = time.monotonic() if self._until is None else self._until - self._plan.for_s
-                self.injected.append(InjectedFault(time.monotonic() - began, who, known[0], 0.0, moment))
+        began = time.monotonic() if self._until is None else self._until - self._plan.for_s
+        self._strike([who], time.monotonic() - began, moment=moment)
 
     def _count_resources(self) -> None:
         """Record the resources of all living processes after a recovery."""
@@ -207,27 +201,24 @@ class FaultInjector:
     def _inject(self, step: FaultStep, at_s: float) -> None:
         with self._lock:
             # Sorted, so that a draw means the same process whatever the order of their starts.
-            living = sorted(self._living.items())
-            if not living:
-                return
-            hit = [living.pop(int(step.pick * len(living)))]
-            if step.second >= 0 and living:
-                hit.append(living[int(step.second * len(living))])
-            # Duplicates: the process may end, and its descriptor be closed, before the signal is sent.
-            hit = [(who, (pid, os.dup(descriptor))) for who, (pid, descriptor) in hit]
-        for who, (pid, descriptor) in hit:
-            self._signal(step, InjectedFault(at_s, who, pid, step.frozen_s), descriptor)
+            living = sorted(self._living)
+        hit = [living.pop(int(step.pick * len(living)))] if living else []
+        if step.second >= 0 and living:
+            hit.append(living[int(step.second * len(living))])
+        self._strike(hit, at_s, step.frozen_s)
 
-    def _signal(self, step: FaultStep, fault: InjectedFault, descriptor: int) -> None:
-        try:
-            number = signal.SIGSTOP if step.frozen_s else signal.SIGKILL
-            signal.pidfd_send_signal(descriptor, number)
-            self.injected.append(fault)
-            if step.frozen_s:
-                # The end of the job ends the freeze: a stopped process would outlive it.
-                self._over.wait(step.frozen_s)
-                signal.pidfd_send_signal(descriptor, signal.SIGCONT)
-        except ProcessLookupError:
-            pass  # it has ended by itself
-        finally:
-            os.close(descriptor)
+    def _strike(self, names: Iterable[str], at_s: float, frozen_s: float = 0.0, moment: str = "") -> None:
+        """Kill processes, or stop them for a while."""
+        with self._lock:
+            # Duplicates: the process may end, and its descriptor be closed, before the signal is sent.
+            hit = [(who, known[0], os.dup(known[1])) for who in names if (known := self._living.get(who))]
+        for who, pid, descriptor in hit:
+            # It may have ended by itself.
+            with contextlib.suppress(ProcessLookupError), contextlib.ExitStack() as stack:
+                stack.callback(os.close, descriptor)
+                signal.pidfd_send_signal(descriptor, signal.SIGSTOP if frozen_s else signal.SIGKILL)
+                self.injected.append(InjectedFault(at_s, who, pid, frozen_s, moment))
+                if frozen_s:
+                    # The end of the job ends the freeze: a stopped process would outlive it.
+                    self._over.wait(frozen_s)
+                    signal.pidfd_send_signal(descriptor, signal.SIGCONT)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
 from topotrain.config.job import ConfigError
 
@@ -18,37 +17,28 @@ JOB_NAME, SCRIPT_NAME = "job.conf", "train.py"
 DEFAULT = "allreduce"
 
 
-@dataclass(frozen=True, slots=True)
-class StarterCluster:
-    """A named cluster block: what it means, and the lines of its fields."""
-
-    meaning: str
-    fields: str
-
-
-CLUSTERS: Mapping[str, StarterCluster] = MappingProxyType(
-    {
-        "sandblaster": StarterCluster(
-            "Sandblaster: two workers take each step together. A server in a process of its own has the parameters.",
-            """\
+CLUSTERS: Mapping[str, tuple[str, str]] = {
+    "sandblaster": (
+        "Sandblaster: two workers take each step together. A server in a process of its own has the parameters.",
+        """\
   nworker_groups: 1             # one group, so all workers wait for each other at every step
   nworkers_per_group: 2         # add workers here
   nservers_per_group: 1         # several servers share the parameters among them
   server_worker_separate: true  # servers have processes of their own
 """,
-        ),
-        "allreduce": StarterCluster(
-            "AllReduce: two workers take each step together. Each of them has a server beside it with its part of the\n"
-            "# parameters.",
-            """\
+    ),
+    "allreduce": (
+        "AllReduce: two workers take each step together. Each of them has a server beside it with its part of the\n"
+        "# parameters.",
+        """\
   nworker_groups: 1      # one group, so all workers wait for each other at every step
   nworkers_per_group: 2  # add workers here, and as many servers below
   nservers_per_group: 2
 """,
-        ),
-        "downpour": StarterCluster(
-            "Downpour: two worker groups send their gradients to the same server. No group waits for the other.",
-            """\
+    ),
+    "downpour": (
+        "Downpour: two worker groups send their gradients to the same server. No group waits for the other.",
+        """\
   nworker_groups: 2             # add groups here
   nworkers_per_group: 1         # workers of one group wait for each other
   nserver_groups: 1             # all groups use the same values
@@ -56,19 +46,19 @@ CLUSTERS: Mapping[str, StarterCluster] = MappingProxyType(
   server_worker_separate: true  # servers have processes of their own
   # max_staleness: 4            # bounds how many steps a group may be ahead of the slowest one
 """,
-        ),
-        "hogwild": StarterCluster(
-            "Distributed Hogwild: two workers have a server with all parameters each. The servers exchange updates.",
-            """\
+    ),
+    "hogwild": (
+        "Distributed Hogwild: two workers have a server with all parameters each. The servers exchange updates.",
+        """\
   nworker_groups: 2      # add groups here, and as many server groups below
   nworkers_per_group: 1  # workers of one group wait for each other
   nserver_groups: 2
   nservers_per_group: 1
   sync_freq: 1           # the server groups exchange their updates after so many steps
 """,
-        ),
-    }
-)
+    ),
+}
+"""What each cluster block means, and the lines of its fields."""
 
 JOB_FILE = """\
 # {meaning}
@@ -199,8 +189,8 @@ def write_starter(folder: Path, framework: str = DEFAULT) -> StarterFiles:
 
 def job_text(framework: str) -> str:
     """Return the text of a job file for one of CLUSTERS."""
-    block = CLUSTERS[framework]
-    return JOB_FILE.format(meaning=block.meaning, fields=block.fields, name=framework, job=JOB_NAME, script=SCRIPT_NAME)
+    meaning, fields = CLUSTERS[framework]
+    return JOB_FILE.format(meaning=meaning, fields=fields, name=framework, job=JOB_NAME, script=SCRIPT_NAME)
 
 
 def _exists(path: Path) -> ConfigError:

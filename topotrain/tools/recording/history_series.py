@@ -136,33 +136,20 @@ class StateTrack:
         return [[round(at, 3), state] for _, at, state in self._entries[new:]]
 
 
-@dataclass(frozen=True, slots=True)
-class StoryEntry:
-    """A moment of the job, in words. of: the name of a process, or "job"."""
-
-    number: int
-    at: float
-    kind: str
-    of: str
-    text: str
-
-    def as_data(self) -> dict[str, Any]:
-        return {"at": round(self.at, 3), "kind": self.kind, "of": self.of, "text": self.text}
-
-
 @dataclass(slots=True)
 class StoryTrack:
-    """The moments of a job; of too many, older ones of little matter go first."""
+    """The moments of a job in words; of too many, older ones of little matter go first."""
 
-    _entries: list[StoryEntry] = field(default_factory=list)
+    _entries: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Each with its number, and as in the view. of: the name of a process, or "job"."""
 
-    def add(self, entry: StoryEntry) -> None:
-        self._entries.append(entry)
+    def add(self, now: Moment, kind: str, of: str, text: str) -> None:
+        self._entries.append((now.number, {"at": round(now.at, 3), "kind": kind, "of": of, "text": text}))
         if len(self._entries) > MOST_STORIES:
             old = self._entries[: MOST_STORIES // 2]
-            minor = next((at for at, each in enumerate(old) if each.kind in _MINOR), 1)
+            minor = next((at for at, (_, entry) in enumerate(old) if entry["kind"] in _MINOR), 1)
             del self._entries[minor]
 
     def since(self, number: int) -> list[dict[str, Any]]:
         """Return the moments with higher numbers as in the view."""
-        return [entry.as_data() for entry in self._entries if entry.number > number]
+        return [entry for at, entry in self._entries if at > number]

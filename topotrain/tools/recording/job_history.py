@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from topotrain.core.events import Event, Notice, Serving, Slices, Started, StepDone, Tested
 from topotrain.tools.recording.event_stories import EventStories
-from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryEntry, StoryTrack
+from topotrain.tools.recording.history_series import Moment, SeriesTable, StoryTrack
 from topotrain.tools.recording.job_summary import JobCurves, JobFigures
 from topotrain.tools.recording.process_table import ProcessTable, ProcessTrack
 from topotrain.tools.recording.recorded_lines import RecordingEnd, RecordingHeader, TimedEvent
@@ -244,4 +244,4 @@ class JobHistory:
             server.states.enter(now, process.states.now)
 
     def _tell(self, kind: str, of: str, text: str) -> None:
-        self._story.add(StoryEntry(self._number, self._job.at, kind, of or "job", text))
+        self._story.add(self._now, kind, of or "job", text)
