@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.recorded_jobs import SERVERS, STARTED, WORKERS, header, history, recordings, step
+from tests.support.recorded_jobs import SERVERS, STARTED, WORKERS, header, history, step
+from tests.tools.recording.test_recording_file import recordings
 from topotrain.core import events
 from topotrain.core.events import Event
 from topotrain.tools.recording import history_series

@@ -8,6 +8,7 @@ import stat
 import threading
 from collections.abc import Iterable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.test_events import EXAMPLES
-from tests.support.recorded_jobs import STARTED, Clock, header, history, read_recording, recordings, step
+from tests.support.recorded_jobs import SERVERS, STARTED, WORKERS, Clock, header, history, read_recording, step
 from topotrain.core import events
 from topotrain.core.events import EVENTS, Event, Notifier, Output
 from topotrain.tools.recording import recorded_lines, recording_file
@@ -46,6 +47,25 @@ def written(path: Path, *events_: Event, code: int | None = 0, resumed: bool = F
     for event in events_:
         writer.write(event)
     writer.close(code)
+
+
+@st.composite
+def recordings(draw: st.DrawFn, most: int = 30) -> list[TimedEvent]:
+    """Whole recordings: starts of a job, the later ones resumed, with events of all kinds at any distance."""
+    found: list[TimedEvent] = []
+    numbers = st.none() | st.floats(allow_nan=True, allow_infinity=True)
+    for start in range(draw(st.integers(1, 2))):
+        at = 0.0
+        found.append(TimedEvent(0.0, header(STARTED + 1e6 * start, resumed=start > 0)))
+        for number in range(draw(st.integers(0, most))):
+            at += draw(st.sampled_from((0.01, 0.2, 0.5, 3.0, 60.0, 3600.0)))
+            event = draw(st.sampled_from(EXAMPLES) | st.builds(step, loss=numbers, number=st.just(number)))
+            if hasattr(event, "who"):
+                event = replace(event, who=draw(st.sampled_from((*WORKERS, *SERVERS))))
+            found.append(TimedEvent(round(at, 6), event))
+        if draw(st.booleans()):
+            found.append(TimedEvent(round(at + 1, 6), RecordingEnd(draw(st.sampled_from((0, 1, None))))))
+    return found
 
 
 def events_of(path: Path) -> list[object]:
@@ -226,7 +246,7 @@ def test_a_recording_that_could_not_begin_has_its_header_when_there_is_room(tmp_
 
 
 @settings(max_examples=25)
-@given(recordings(most=30), st.data())
+@given(recordings(), st.data())
 def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st.DataObject) -> None:
     whole = "".join(map(to_line, timed)).encode()
     lines = whole.split(b"\n")[:-1]
@@ -242,7 +262,7 @@ def test_any_prefix_of_a_recording_can_be_read(timed: list[TimedEvent], data: st
 
 
 @settings(max_examples=25)
-@given(recordings(most=30), st.lists(st.integers(1, 400), max_size=30))
+@given(recordings(), st.lists(st.integers(1, 400), max_size=30))
 def test_a_follower_reads_each_line_once(timed: list[TimedEvent], pieces: list[int]) -> None:
     whole = "".join(map(to_line, timed)).encode()
     path = _temporary(b"")
