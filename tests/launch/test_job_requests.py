@@ -32,45 +32,40 @@ from topotrain.tools.cli import app
 SECRET = "5e" * 32
 
 
-class Heard:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.said: list[dict[str, Any]] = []
-
-    def __call__(self, said: dict[str, Any]) -> None:
-        self.said.append(said)
+Said = list[dict[str, Any]]
+"""What a client is told."""
 
 
 def test_everybody_who_asked_for_a_change_is_answered_once() -> None:
-    requests, first, second, other = JobRequests(), Heard(), Heard(), Heard()
-    requests.add(GroupRequest("leave", 1), first)
-    requests.add(GroupRequest("leave", 1, 3.0), second)
-    requests.add(GroupRequest("join", 1), other)
+    requests = JobRequests()
+    first, second, other = Said(), Said(), Said()
+    requests.add(GroupRequest("leave", 1), first.append)
+    requests.add(GroupRequest("leave", 1, 3.0), second.append)
+    requests.add(GroupRequest("join", 1), other.append)
     assert len(requests.take()) == 3 and requests.take() == []
     for _ in range(2):
         requests.answer(AnswerRequest("leave", 1, "has left"))
-    assert first.said == second.said == [{"group": 1, "text": "has left"}]
-    assert other.said == [] and requests.waiting == 1
+    assert first == second == [{"group": 1, "text": "has left"}]
+    assert other == [] and requests.waiting == 1
     requests.close()
     requests.close()
-    assert other.said == [{"error": ENDED}]
+    assert other == [{"error": ENDED}]
 
 
 def test_a_promise_outlives_the_attempt_and_each_of_equal_requests_has_its_own_answer() -> None:
-    requests, clients = JobRequests(), [Heard(), Heard(), Heard()]
+    requests, clients = JobRequests(), [Said(), Said(), Said()]
     wishes = [ResizeRequest("leave", 1) for _ in clients]
     for wish, client in zip(wishes, clients, strict=True):
-        requests.add(wish, client)
+        requests.add(wish, client.append)
     promise = requests.promise(wishes[1], 4, {"workers": 2})
     requests.refuse(wishes[0], "another change is under way")
     requests.reply(wishes[2], {"workers": 3})
     assert requests.waiting == 0
     requests.close()
-    assert clients[1].said == []
+    assert clients[1] == []
     promise.send()
     promise.send("too late")
-    assert [client.said for client in clients] == [
+    assert clients == [
         [{"error": "another change is under way"}],
         [{"workers": 2}],
         [{"workers": 3}],
@@ -176,10 +171,10 @@ class Wire(ControlClient):
 
 def test_a_request_at_another_unit_is_answered_by_the_leader() -> None:
     there, here, requests = Wire(2), Wire(), JobRequests()
-    forwards, clients = ForwardedRequests(), [Heard(), Heard()]
+    forwards, clients = ForwardedRequests(), [Said(), Said()]
     forwards.use(there)
     for number, client in enumerate(clients):
-        forwards.send(GroupRequest("leave", number, 2.0), client)
+        forwards.send(GroupRequest("leave", number, 2.0), client.append)
     for rank, words in there.sent:
         assert rank == 2
         accept(requests, here, 3, words["ask"])
@@ -190,26 +185,26 @@ def test_a_request_at_another_unit_is_answered_by_the_leader() -> None:
     for _ in range(2):
         forwards.receive(words["answer"])
     forwards.close()
-    assert [client.said for client in clients] == [[{"error": ENDED}], [{"group": 1, "text": "has left"}]]
+    assert clients == [[{"error": ENDED}], [{"group": 1, "text": "has left"}]]
 
 
 def test_a_request_that_a_lost_leader_has_not_answered_is_an_error() -> None:
     former, present, requests = Wire(0), Wire(2), JobRequests()
-    forwards, clients = ForwardedRequests(), [Heard(), Heard(), Heard()]
+    forwards, clients = ForwardedRequests(), [Said(), Said(), Said()]
     forwards.use(former)
-    forwards.send(GroupRequest("leave", 0, 2.0), clients[0])
+    forwards.send(GroupRequest("leave", 0, 2.0), clients[0].append)
     forwards.use(None)
     assert not forwards.has_leader
-    forwards.send(GroupRequest("leave", 1, 2.0), clients[1])
+    forwards.send(GroupRequest("leave", 1, 2.0), clients[1].append)
     forwards.use(present)
-    forwards.send(GroupRequest("leave", 2, 2.0), clients[2])
-    assert [client.said for client in clients] == [[{"error": LEADER_LOST}], [{"error": LEADER_LOST}], []]
+    forwards.send(GroupRequest("leave", 2, 2.0), clients[2].append)
+    assert clients == [[{"error": LEADER_LOST}], [{"error": LEADER_LOST}], []]
     # What the former leader says about the first request is not an answer to the third one.
     forwards.receive({"number": former.sent[0][1]["ask"]["number"], "said": {"error": "late"}})
     ((rank, words),) = present.sent
     accept(requests, Wire(), 2, words["ask"])
     assert rank == 2 and requests.take() == [GroupRequest("leave", 2, 2.0)]
-    assert clients[2].said == []
+    assert clients[2] == []
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -312,7 +312,7 @@ def part(name: str) -> Callable[..., Any]:
     return OTHER_NAMES.get(name) or globals()[name.replace(" ", "_")]
 
 
-def wait_for(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], within_s: float = 20.0) -> None:
     """Return when the condition holds; a condition that does not come to hold is an error."""
     deadline = time.monotonic() + within_s
     while not condition():

@@ -1,6 +1,7 @@
 """The connections of units to unit 0: messages once and in order, loss, strangers, and what is decided over them."""
 
 import json
+import random
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from folder_wipe import block
+from launch_targets import wait_for
 from reports import TextList
 from unit_memberships import RUN, SECRET, host_map, introduced, membership
 
@@ -18,6 +20,7 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.config.job import Cluster, ConfigError, Job
 from topotrain.config.topology import Address, Role
 from topotrain.core.events import Failed, Saved
+from topotrain.core.protocol import ProtocolError
 from topotrain.launch.agent.children import AttemptInfo
 from topotrain.launch.agent.stop_signals import StopSignals, signals
 from topotrain.launch.multinode import control_connection as control_module
@@ -37,9 +40,16 @@ from topotrain.launch.multinode.control_connection import (
 )
 from topotrain.launch.multinode.election.leader_election import KEY, LeaderElection, LeaderRecord
 from topotrain.launch.multinode.election.succession import Takeover
-from topotrain.launch.multinode.node_info import HostMap
+from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.multinode.node_membership import LeaderMembership
-from topotrain.launch.multinode.reliable_messages import Words
+from topotrain.launch.multinode.reliable_messages import (
+    MESSAGE_BYTES,
+    PART_BYTES,
+    ReliableEnd,
+    UnitPart,
+    Words,
+    shortened,
+)
 from topotrain.launch.multinode.restart_barrier import (
     Begin,
     RestartBarrier,
@@ -132,17 +142,10 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         yield made
 
 
-def wait(condition: object) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < until
-        time.sleep(0.002)
-
-
 def news(source: Pair | Client | ControlChannel, count: int) -> list[News]:
     queue = source.news if isinstance(source, Pair) else source.received if isinstance(source, Client) else source.queue
     found: list[News] = []
-    wait(lambda: found.extend(queue.take()) or len(found) >= count)  # type: ignore[func-returns-value]
+    wait_for(lambda: found.extend(queue.take()) or len(found) >= count)  # type: ignore[func-returns-value]
     return found
 
 
@@ -159,7 +162,7 @@ def test_messages_go_both_ways_once_and_in_order_over_broken_connections_and_wit
             time.sleep(0.01 * (number % 4))
     assert [each["n"] for each in words(news(pair.second, 30))] == list(range(30))
     assert [each["m"] for each in words(news(pair, 30))] == list(range(30))
-    wait(lambda: pair.first.all_received and pair.second.all_received)
+    wait_for(lambda: pair.first.all_received and pair.second.all_received)
     pair.first.send(2, {"n": 0})  # there is no such unit
     assert pair.news.take() == pair.second.received.take() == []
     assert (pair.first.ranks, pair.second.ranks) == ([1], [0])
@@ -170,7 +173,7 @@ def test_messages_go_both_ways_once_and_in_order_over_broken_connections_and_wit
     pair.first.send(1, {"n": 1})
     assert words(news(pair.second, 1)) == [{"n": 1}]
     pair.first.close()
-    wait(lambda: pair.second.silence_s(0) > 0.5)
+    wait_for(lambda: pair.second.silence_s(0) > 0.5)
 
 
 def test_a_unit_of_another_term_is_refused_and_receives_nothing(pair: Pair) -> None:
@@ -179,7 +182,7 @@ def test_a_unit_of_another_term_is_refused_and_receives_nothing(pair: Pair) -> N
         pair.store.set(f"run/{KEY}", LeaderRecord(2, 0, "0", pair.url).dumped())  # it dials a leader of the first term
         pair.first.send(1, {"n": 1})
         later.send(0, {"m": 1})
-        wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)
+        wait_for(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)
         assert later.received.take() == pair.news.take() == []
 
 
@@ -210,7 +213,7 @@ def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: P
     pair.first.send(1, {"n": 0})
     with closing(pair.client("b")) as late:
         late.send(0, {"m": 0})  # refused: nothing has told unit 0 of this process
-        wait(lambda: not late.all_received)
+        wait_for(lambda: not late.all_received)
         assert pair.news.take() == []
         pair.first.open(1, "b")
         assert pair.store.watch("run/welcome/1.b", DEADLINE_S) == b"1"
@@ -220,14 +223,16 @@ def test_a_new_process_receives_nothing_that_was_sent_to_its_predecessor(pair: P
         with closing(pair.client("a")) as former:  # it was only silent: it gets what was sent to it, and counts no more
             assert words(news(former, 1)) == [{"n": 0}]
             former.send(0, {"m": 1})
-            wait(lambda: former.all_received)
+            wait_for(lambda: former.all_received)
             assert pair.news.take() == []
 
 
 def test_a_process_with_another_secret_or_of_another_job_is_refused(pair: Pair) -> None:
     with closing(pair.client("a", OTHER_SECRET)) as stranger:
         stranger.send(0, {"end": "now"})
-        wait(lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2)  # it finds unit 0's proof wrong, and hangs up
+        wait_for(
+            lambda: pair.listening[0].refusals().get("STRANGER", 0) > 2
+        )  # it finds unit 0's proof wrong, and hangs up
         assert pair.news.take() == []
     other = ControlAccess(within(pair.store, "run"), "k.1", SECRET).transport(1)
     me = Address(Role.WORKER, 1, 1)
@@ -448,3 +453,95 @@ def test_a_unit_that_the_others_do_without_ends(
     assert await_begin((), second, quiet, 0, tmp_path, 60.0) is None
     assert second.end is not None
     assert second.end.text == "the job goes on without unit 1 on h1, which was silent for too long"
+
+
+def vanished(rank: int) -> Failed:
+    return Failed(f"unit {rank}", "died", f"unit {rank} on h vanished without a word", "")
+
+
+def ready(rank: int, life: int = 1) -> UnitMessage:
+    return UnitMessage(rank, {"life": life, "ready": True})
+
+
+def back(rank: int, word: str = "w") -> UnitReturned:
+    return UnitReturned(rank, NodeInfo(rank, "h", 1, "m", "", "", 3, False, word))
+
+
+def test_all_are_waited_for_and_vanished_units_for_a_time() -> None:
+    made = RestartBarrier(1, (1, 2), (), 60.0)
+    made.on_news(ready(1, life=0), 5.0)  # of a life that is over
+    assert made.missing == {1, 2}
+    made.on_news(ready(1), 6.0)
+    made.on_news(UnitVanished(2, vanished(2)), 7.0)
+    assert (made.missing, made.gone, made.due) == ({2}, [2], 67.0)
+    made.on_news(back(2), 20.0)
+    made.on_news(UnitVanished(2, vanished(2)), 20.1)  # the one before it
+    assert (made.missing, made.gone, made.due) == (set(), [], None)
+    assert made.back[2].word == "w"
+
+
+def test_units_that_were_silent_for_a_while_and_that_vanish_while_others_are_waited_for() -> None:
+    made = RestartBarrier(0, (1, 2), (), 60.0)
+    made.on_news(UnitVanished(2, vanished(2)), 7.0)
+    made.on_news(ready(2, 0), 9.0)  # the same process
+    made.on_news(UnitVanished(1, vanished(1)), 10.0)
+    assert (made.missing, made.gone, made.there) == ({1}, [1], {2})
+
+
+def test_a_unit_without_processes_is_not_waited_for_once_it_is_gone() -> None:
+    made = RestartBarrier(0, (1, 2), (2,), 60.0)
+    made.on_news(ready(1, 0), 7.0)
+    assert made.missing == {2}
+    made.on_news(UnitVanished(2, vanished(2)), 8.0)
+    assert made.missing == set()
+    assert made.there == {1}
+
+
+# --- messages -------------------------------------------------------------------------------------------------------
+
+
+def received(end: ReliableEnd, parts: list[UnitPart]) -> list[Words]:
+    return [words for part in parts if (words := end.receive(part)) is not None]
+
+
+def test_what_is_no_message_is_refused() -> None:
+    for text in (b"", b"[]", b"\xff", b"{", b"[" * 10**5):
+        with pytest.raises(ProtocolError):
+            ReliableEnd().receive(UnitPart(1, 0, False, text))
+    end, most = ReliableEnd(), MESSAGE_BYTES // PART_BYTES
+    for number in range(1, most + 1):
+        assert end.receive(UnitPart(number, 0, True, b"x" * PART_BYTES)) is None
+    with pytest.raises(ProtocolError, match="at most"):
+        end.receive(UnitPart(most + 1, 0, True, b"x"))
+
+
+def test_units_with_any_losses_of_connections_receive_all_messages_once_and_in_order() -> None:
+    for seed in range(200):
+        rng = random.Random(seed)
+        ends, sent, found = (ReliableEnd(), ReliableEnd()), ([], []), ([], [])  # type: ignore[var-annotated]
+        ways: list[list[UnitPart]] = [[], []]  # to each end
+        for _ in range(60):
+            side = rng.randrange(2)
+            match rng.randrange(4):
+                case 0:
+                    sent[side].append({"n": len(sent[side]), "text": "x" * rng.choice((1, 2 * PART_BYTES))})
+                    ways[1 - side] += ends[side].send(sent[side][-1])
+                    assert ends[side].waiting
+                case 1:  # what is on its way is lost from some point on; both send again
+                    for way in (0, 1):
+                        del ways[way][rng.randrange(len(ways[way]) + 1) :]
+                        ways[way] += ends[1 - way].unacknowledged()
+                case _ if ways[side]:
+                    part = ways[side].pop(0)
+                    found[side].extend(received(ends[side], [part]))
+                    if part.number:
+                        ways[1 - side].append(ends[side].acknowledgement())
+                case _:
+                    pass
+        for side in (0, 1):
+            for part in [*ways[side], *ends[1 - side].unacknowledged()]:
+                found[side].extend(received(ends[side], [part]))
+            ends[1 - side].receive(ends[side].acknowledgement())
+        assert found == (sent[1], sent[0]), seed
+        assert not ends[0].waiting and not ends[1].waiting, seed
+    assert shortened({"log": "y" * 10**6 + "end", "pid": 3})["log"].endswith("yend")

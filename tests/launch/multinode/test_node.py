@@ -473,25 +473,6 @@ def test_a_unit_that_cannot_reach_unit_0_for_long_ends_with_its_own_cause(compan
         assert (end.unit, end.failed.text if end.failed else end.text) == (1, text)
 
 
-def test_a_unit_that_missed_the_end_finds_it_in_the_store(company, monkeypatch):
-    monkeypatch.setattr(company_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(company_module, "LOST_S", 0.2)
-    one, run = company(1)
-    end = JobEnd(1, 2, "h2", Failed("worker 0/2", "program", "boom", ""))
-    run.set("end", end.dumped())
-    assert one.wait(10) == end
-
-
-def test_without_the_store_a_job_ends_over_the_connections(company, tmp_path):
-    first, second = company(0, units=2)[0], company(1, units=2)[0]
-    second.tell(Failed("worker 0/1", "peer", "lost worker 0/0", ""))
-    wait_for(lambda: second.control.all_received)  # they are connected
-    block(tmp_path / "store")
-    first.tell(Failed("worker 0/0", "died", "was killed", ""))
-    assert first.wait(10) == second.wait(10)
-    assert first.end.failed.text == "was killed"
-
-
 # ---- whole units -----------------------------------------------------------------------------------------------------
 
 

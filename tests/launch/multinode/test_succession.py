@@ -1,4 +1,4 @@
-"""What a new leader knows: the state of the one before it, and what has happened since."""
+"""What a new leader knows: the state of the one before it, what has happened since, and what other units tell it."""
 
 import json
 import random
@@ -7,23 +7,30 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reports import EventList
 
 from topotrain.config.job import Cluster, Job, TransportChoice
 from topotrain.config.topology import layout
 from topotrain.core.events import (
     Agreed,
     Covered,
+    Differs,
     Event,
     Exited,
     Failed,
     Finished,
+    Frozen,
     Lost,
+    Missed,
+    Notice,
     Recovered,
     Repeatable,
     Repeated,
     Saved,
     Started,
     StepDone,
+    Unrepeatable,
+    Unsaved,
 )
 from topotrain.launch.multinode.attempts import Attempts
 from topotrain.launch.multinode.control_connection import (
@@ -48,6 +55,7 @@ from topotrain.launch.multinode.follower import Follower
 from topotrain.launch.multinode.node_info import HostMap, NodeInfo
 from topotrain.launch.recovery.recovery_actions import (
     LOSE,
+    FailJob,
     RequestSnapshot,
     ResizeRequest,
     RestartGroup,
@@ -540,3 +548,81 @@ def test_a_unit_whose_work_is_done_joins_the_next_leader(units: list[Unit]) -> N
     leader.receive(UnitMessage(1, json.loads(json.dumps(words))))
     assert leader.commands.led and not leader.commands.restarted
     assert leader.follower.complete, "it has carried out what the former leader decided"
+
+
+# --- units that follow ----------------------------------------------------------------------------------------------
+
+
+def following() -> tuple[Follower, list[Event]]:
+    said = EventList()
+    return Follower(["worker 0/1"], said), said
+
+
+def test_what_unit_0_has_to_know_is_told_and_deaths_are_held() -> None:
+    made, said = following()
+    peer, program = Failed("worker 0/1", "peer", "lost", ""), Failed("worker 0/1", "program", "boom", "")
+    held: list[Event] = [lost("worker 0/1"), peer, Unrepeatable("worker 0/1", "a loop", True)]
+    passed: list[Event] = [Started("worker 0/1", 1), Frozen("worker 0/1", 1), program, Exited("worker 0/1", 1, 1)]
+    passed += [Covered("server 0/1", 1), Differs("server 0/1", 1), Missed("server 0/1"), Unsaved("server 0/1", "why")]
+    assert [word for event in held for word in made.on_event(event, 1.0)] == []
+    assert [word for event in passed for word in made.on_event(event, 1.0)] == passed
+    assert said == [*held, *passed]
+    notice = Notice("worker 0/1", "hello")
+    assert made.on_event(notice, 1.0) == [notice]
+    assert said[-1] is not notice
+    assert not made.complete
+    made.end()
+    assert made.complete
+    # Nothing starts again from here on: what dies now ends the job.
+    assert made.on_event(lost("worker 0/1"), 2.0) == [
+        Failed("worker 0/1", "died", lost("worker 0/1").text, "last words")
+    ]
+
+
+def test_a_server_from_a_unit_that_is_gone_keeps_a_unit_that_is_alone() -> None:
+    made, _ = following()
+    tell_following(made, Started("server 0/1", 3), Exited("worker 0/1", 1, 0))
+    made.on_connection(all_received=False, alone=True)
+    assert not made.complete
+    tell_following(made, Exited("server 0/1", 3, 0))
+    assert made.complete
+
+
+def tell_following(made: Follower, *events: Event) -> None:
+    for event in events:
+        made.on_event(event, 1.0)
+
+
+def test_of_steps_the_first_is_told_and_the_others_when_they_are_wanted() -> None:
+    made, said = following()
+    for event in (Started("worker 0/1", 1), step("worker 0/1"), step("worker 0/1")):
+        assert made.on_event(event, 1.0) == [event]
+    assert said == [Started("worker 0/1", 1), step("worker 0/1")]
+    made.listen(True)
+    made.on_event(step("worker 0/1"), 1.0)
+    made.listen(False)
+    made.on_event(step("worker 0/1"), 1.0)
+    assert len(said) == 3
+
+
+def test_a_unit_that_is_cut_off_for_long_ends_by_itself() -> None:
+    made, _ = following()
+    made.on_event(Started("worker 0/1", 1), 1.0)
+    made.on_event(lost("worker 0/1"), 1.0)
+    made.on_connection(all_received=False, alone=False)
+    assert made.suspicious
+    assert made.poll(5.0) == []
+    made.on_connection(all_received=False, alone=True)
+    (give_up,) = made.poll(20.0)
+    assert isinstance(give_up, FailJob)
+    assert give_up.failures[0].who == "worker 0/1"
+    # What unit 0 has heard it decides about, and who has ended well does not wait.
+    made, _ = following()
+    made.on_event(lost("worker 0/1"), 1.0)
+    made.on_connection(all_received=True, alone=False)
+    assert not made.suspicious
+    made.on_connection(all_received=False, alone=True)
+    assert made.poll(20.0) == []
+    assert not made.complete
+    made.on_event(Exited("worker 0/1", 1, 0), 21.0)
+    assert made.complete

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from folder_wipe import block
+from launch_targets import wait_for
 from unit_memberships import RUN, host_map, membership
 
 from topotrain.comm.store import Store, StoreError, open_store, within
@@ -87,21 +88,14 @@ def units(tmp_path: Path) -> Iterator[Callable[..., list[Unit]]]:
         made.extend(Unit(tmp_path / "store", rank, recovers) for rank in range(COUNT))
         for unit in made[1:]:
             unit.membership.control.report({"hello": unit.rank})
-        wait(lambda: len(made[0].news) == COUNT - 1)
-        wait(lambda: all(unit.membership.control.all_received for unit in made))
+        wait_for(lambda: len(made[0].news) == COUNT - 1)
+        wait_for(lambda: all(unit.membership.control.all_received for unit in made))
         made[0].seen.clear()
         return made
 
     yield make
     for unit in made:
         unit.close()
-
-
-def wait(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
 
 
 def leaders(units: list[Unit]) -> list[Unit]:
@@ -111,7 +105,7 @@ def leaders(units: list[Unit]) -> list[Unit]:
 def test_one_of_the_others_is_elected_and_the_rest_follow_it(units: Callable[..., list[Unit]]) -> None:
     first, *others = units()
     first.close()
-    wait(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
+    wait_for(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
     (leader,) = leaders(others)
     (follower,) = (unit for unit in others if unit is not leader)
     (elected,) = leader.news
@@ -119,16 +113,16 @@ def test_one_of_the_others_is_elected_and_the_rest_follow_it(units: Callable[...
     assert elected.lost.text == "unit 0 on h0 vanished without a word"
     assert follower.news == [LeaderChanged(2, leader.rank, False)]
     follower.membership.control.report({"n": 1})
-    wait(lambda: UnitMessage(follower.rank, {"n": 1}) in leader.news)
+    wait_for(lambda: UnitMessage(follower.rank, {"n": 1}) in leader.news)
     leader.membership.control.send(follower.rank, {"m": 1})
-    wait(lambda: UnitMessage(leader.rank, {"m": 1}) in follower.news)
+    wait_for(lambda: UnitMessage(leader.rank, {"m": 1}) in follower.news)
 
 
 def test_what_units_have_told_the_former_leader_they_tell_the_next_one(units: Callable[..., list[Unit]]) -> None:
     first, one, two = units()
     for unit in (one, two):
         unit.membership.finish([Finished(f"worker 0/{unit.rank}", 1, 1, 0.0, 1, 0, 0)])
-    wait(lambda: first.membership.reports.keys() == {1, 2})
+    wait_for(lambda: first.membership.reports.keys() == {1, 2})
     first.close()
     assert one.membership.wait(DEADLINE_S) == two.membership.wait(DEADLINE_S) == JobEnd(0)
     (leader,) = leaders([one, two])
@@ -169,13 +163,13 @@ def test_the_news_of_an_election_comes_before_the_units_that_join(
     for unit in (one, two):
         hold(unit)
     first.close()
-    wait(lambda: held and any(unit.news for unit in (one, two)))
+    wait_for(lambda: held and any(unit.news for unit in (one, two)))
     (leader,) = held
     follower = two if leader is one else one
     follower.membership.control.report({"joins": True})
-    wait(lambda: follower.membership.control.all_received)  # the leader has the message
+    wait_for(lambda: follower.membership.control.all_received)  # the leader has the message
     heard.set()
-    wait(lambda: len(leader.news) == 2)
+    wait_for(lambda: len(leader.news) == 2)
     assert [type(news) for news in leader.news] == [LeaderElected, UnitMessage]
 
 
@@ -203,34 +197,24 @@ def test_requests_go_to_the_leader_of_the_present_term_from_a_unit_and_from_the_
         unit.taken += unit.membership.requests.take()
         return len(unit.taken) == len(expected) and all(wish in unit.taken for wish in expected)
 
-    client = Client()
-    others[0].membership.forwards.send(GroupRequest("leave", 1), client)
+    told: list[dict[str, object]] = []
+    others[0].membership.forwards.send(GroupRequest("leave", 1), told.append)
     put("ab", 1)
-    wait(lambda: taken(first, GroupRequest("leave", 1), ResizeRequest("leave", 1, 5.0)))
+    wait_for(lambda: taken(first, GroupRequest("leave", 1), ResizeRequest("leave", 1, 5.0)))
     first.close()
-    wait(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
+    wait_for(lambda: len(leaders(others)) == 1 and all(unit.news for unit in others))
     (leader,) = leaders(others)
     (follower,) = (unit for unit in others if unit is not leader)
-    assert client.said == [{"error": LEADER_LOST}]
+    assert told == [{"error": LEADER_LOST}]
     assert LEADER_LOST.encode() in store.watch("answers/ab", DEADLINE_S)
     assert follower.membership.forwards.has_leader and not leader.membership.forwards.has_leader
-    again = Client()
-    follower.membership.forwards.send(GroupRequest("leave", 2), again)
+    again: list[dict[str, object]] = []
+    follower.membership.forwards.send(GroupRequest("leave", 2), again.append)
     put("cd", 2)
-    wait(lambda: taken(leader, GroupRequest("leave", 2), ResizeRequest("leave", 2, 5.0)))
+    wait_for(lambda: taken(leader, GroupRequest("leave", 2), ResizeRequest("leave", 2, 5.0)))
     assert store.keys("requests/") == ["requests/cd"], "a request is carried out once"
     leader.membership.requests.answer(AnswerRequest("leave", 2, "has left"))
-    wait(lambda: again.said == [{"group": 2, "text": "has left"}])
-
-
-class Client:
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.said: list[dict[str, object]] = []
-
-    def __call__(self, said: dict[str, object]) -> None:
-        self.said.append(said)
+    wait_for(lambda: again == [{"group": 2, "text": "has left"}])
 
 
 def test_an_end_that_is_in_the_record_counts_although_its_leader_is_gone(units: Callable[..., list[Unit]]) -> None:
@@ -266,13 +250,13 @@ def test_a_leader_that_is_cut_off_from_everything_steps_down_and_then_follows(
     first, *others = units()
     first.store.away = True
     first.cut()
-    wait(lambda: first.membership.leader is None)
+    wait_for(lambda: first.membership.leader is None)
     assert first.news == [LeaderChanged(1, -1, True)]
-    wait(lambda: len(leaders(others)) == 1)
+    wait_for(lambda: len(leaders(others)) == 1)
     first.store.away = False
-    wait(lambda: len(first.news) == 2)
+    wait_for(lambda: len(first.news) == 2)
     assert first.news[1] == LeaderChanged(2, leaders(others)[0].rank, False)
-    wait(lambda: first.membership.control.silent_s < 0.5 and first.membership.control.all_received)
+    wait_for(lambda: first.membership.control.silent_s < 0.5 and first.membership.control.all_received)
 
 
 def test_a_leader_that_others_hear_from_goes_on_without_the_store(
@@ -287,7 +271,7 @@ def test_a_leader_that_others_hear_from_goes_on_without_the_store(
     time.sleep(2 * ALIVE_S)
     assert leaders(made) == made[:1]
     made[0].membership.control.send(2, {"n": 1})
-    wait(lambda: UnitMessage(0, {"n": 1}) in made[2].news)
+    wait_for(lambda: UnitMessage(0, {"n": 1}) in made[2].news)
     made[1].membership.tell(Failed("worker 0/1", "program", "boom", ""))
     assert {unit.membership.wait(DEADLINE_S).code for unit in made} == {1}  # type: ignore[union-attr]
 
@@ -307,13 +291,13 @@ def test_the_samples_of_a_unit_reach_the_leader_and_no_other_loop(units: Callabl
     step = StepDone("worker 0/1", 1.0, 1, 8, None, 0.0, 0, 0, 0)
     found: list[Event] = []
     assert (first.membership.leads, second.membership.leads) == (True, False)
-    wait(lambda: second.membership.send_samples([to_json(step)]))
+    wait_for(lambda: second.membership.send_samples([to_json(step)]))
 
     def arrived() -> bool:
         found.extend(first.membership.take_samples())
         return found == [step]
 
-    wait(arrived)
+    wait_for(arrived)
     assert not first.news and list(third.membership.take_samples()) == []
     assert not first.membership.send_samples([to_json(step)])
     # Nothing piles up for a leader that acknowledges nothing.

@@ -3,12 +3,12 @@
 Bits over each transport: training/test_plain_loop.py.
 """
 
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 from in_process_job import adam, building, job_of, reference, run_hosted, usual_loop, vectors
+from transport_pairs import WAIT, Recorder
 
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
@@ -53,46 +53,25 @@ def test_optimizer_state_travels_over_tcp(tmp_path):
 SERVER, WORKER = Address(Role.SERVER, 0, 0), Address(Role.WORKER, 0, 0)
 
 
-class Listener:
-    def __init__(self):
-        self.heard, self.change = [], threading.Condition()
-
-    def place(self, sender, message, viewable):
-        return None
-
-    def handle(self, sender, message):
-        with self.change:
-            self.heard.append((sender, message))
-            self.change.notify_all()
-
-    def lost(self, peer, reason):
-        pass
-
-    def wait(self, count):
-        with self.change:
-            assert self.change.wait_for(lambda: len(self.heard) >= count, 20)
-        return self.heard
-
-
 @pytest.mark.parametrize(("transport", "schemes"), [("kAuto", ["unix", "tcp"]), ("kShm", ["unix"]), ("kTcp", ["tcp"])])
 def test_a_server_is_reached_on_the_transports_of_the_job(transport, schemes, place):
     job = Job(cluster=Cluster(transport=transport))
     router = Router(place(job), ProcessMemory())
-    urls = router.attach(SERVER, Listener())
+    urls = router.attach(SERVER, Recorder())
     router.close()
     assert [url.partition(":")[0] for url in urls] == schemes
 
 
 def test_a_peer_is_answered_on_the_transport_of_its_message(place):
     home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
-    server, worker = Listener(), Listener()
+    server, worker = Recorder(), Recorder()
     home.publish("server", SERVER, home.attach(SERVER, server))
     guest.attach(WORKER, worker, dial_only=True)
     guest.connect(WORKER, SERVER, "server")
     guest.send(WORKER, SERVER, m.Fetch(1))
-    assert server.wait(1) == [(WORKER, m.Fetch(1))]
+    assert server.got.get(timeout=WAIT) == (WORKER, m.Fetch(1))
     home.send(SERVER, WORKER, m.Applied(0, 0, 0, False, 0.0))
-    assert worker.wait(1)[0][0] == SERVER
+    assert worker.got.get(timeout=WAIT)[0] == SERVER
     assert home.traffic()[0] > 0 and guest.traffic()[1] > 0
     with pytest.raises(TransportError, match=r"no connection from server 0/0 to worker 0/1"):
         home.send(SERVER, Address(Role.WORKER, 0, 1), m.Fetch(1))
@@ -102,15 +81,15 @@ def test_a_peer_is_answered_on_the_transport_of_its_message(place):
 
 def test_a_sender_follows_the_routes_of_its_router(place):
     home, guest = Router(place(number=1), ProcessMemory()), Router(place(number=2), ProcessMemory())
-    server, sender = Listener(), guest.sender(WORKER, wait=True)
+    server, sender = Recorder(), guest.sender(WORKER, wait=True)
     home.publish("server", SERVER, home.attach(SERVER, server))
-    guest.attach(WORKER, Listener(), dial_only=True)
+    guest.attach(WORKER, Recorder(), dial_only=True)
     with pytest.raises(TransportError, match=r"no connection from worker 0/0 to server 0/0"):
         sender.send(SERVER, m.Fetch(1))
     guest.connect(WORKER, SERVER, "server")
     for number in (2, 3):
         sender.send(SERVER, m.Fetch(number))
-    assert server.wait(2) == [(WORKER, m.Fetch(2)), (WORKER, m.Fetch(3))]
+    assert [server.got.get(timeout=WAIT) for _ in range(2)] == [(WORKER, m.Fetch(2)), (WORKER, m.Fetch(3))]
     guest.close()
     home.close()
 
@@ -119,7 +98,7 @@ def test_a_workers_memory_lies_in_regions_over_each_transport(place):
     for transport in ("kShm", "kTcp"):
         job = Job(cluster=Cluster(transport=transport, server_worker_separate=True))
         home = Router(place(job, number=1), ProcessMemory())
-        home.publish("server", SERVER, home.attach(SERVER, Listener()))
+        home.publish("server", SERVER, home.attach(SERVER, Recorder()))
         connections = WorkerConnections(place(job, number=0), WORKER)
         tensor = connections.allocate(100, torch.float32)
         assert connections.memory.find(tensor) is not None and not tensor.any()
