@@ -205,6 +205,8 @@ def test_without_declared_servers_each_group_has_a_home_beside_its_first_worker(
     data = topology.as_data()
     assert all(unit["servers"] == [] for unit in data["units"])
     assert data["server_group_of_worker_group"] == [None, None]
+    with pytest.raises(ValueError, match="does not exist"):
+        topology.unit_of(Address(Role.WORKER, 2, 0))
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ KINDS: dict[str, Callable[[], DataLoader[Any]]] = {
     "stream in processes": lambda: DataLoader(Stream(11, shuffle=True), 2, num_workers=2, prefetch_factor=3),
     "stream of items": lambda: DataLoader(Stream(5), batch_size=None),
     "subclass": lambda: Doubled(Numbers(11), 4, shuffle=True),
+    "stream, subclass": lambda: Doubled(Stream(11), 4),
 }
 
 

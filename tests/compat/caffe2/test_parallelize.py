@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import topotrain as tt
-from topotrain.comm.store import open_store
+from topotrain.comm.store import StoreError, open_store
 from topotrain.comm.store.discovery import rank_claims
 from topotrain.comm.store.discovery.rank_claims import RankClaim, RankTaken
 from topotrain.compat.caffe2.shard_rendezvous import ShardStart
@@ -132,6 +132,16 @@ def test_exit_nets_run_once(tmp_path: Path):
     made.finalize()
     made.finalize()
     assert said == ["a", "b"]
+
+
+def test_a_start_that_failed_can_be_tried_again(tmp_path: Path):
+    (tmp_path / "open").mkdir(mode=0o755)
+    handler = dpm.FileStoreHandler(tmp_path / "open")
+    made = net(rendezvous={"kv_handler": handler, "shard_id": 0, "num_shards": 1})
+    for _ in range(2):
+        with pytest.raises(StoreError, match="must belong to this user with mode 0700"):
+            made.run()
+    made.finalize()
 
 
 # --- what is refused ---------------------------------------------------------------------------------------------

@@ -25,6 +25,9 @@ def test_every_kind_works_with_one_worker(kind):
     kv.push("w", torch.full((3, 4), 2.0))
     kv.barrier()
     assert torch.equal(kv.pull("w"), torch.full((3, 4), 3.0 if kind == "dist_async" else 2.0))
+    kv.init("n", 1.0)
+    kv.push("n", 5.0)
+    assert float(kv.pull("n")) == (6.0 if kind == "dist_async" else 5.0)
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,21 @@ def test_what_the_script_does_to_a_parameter_is_found(change, words, made):
         run_local(job_of("one"), building(), script)
 
 
+@pytest.mark.parametrize("made", ["late"], indirect=True)
+def test_a_parameter_that_shares_its_own_memory_gets_new_memory(made):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.row = nn.Parameter(torch.linspace(0.0, 1.0, 12).expand(5, 12))
+
+        def forward(self, x):
+            return x @ self.row.t()
+
+    result = run_local(job_of("one"), building(Wide), usual_loop(vectors(3)))
+    assert result.values["row"].shape == (5, 12)
+    assert not torch.equal(result.values["row"][0], result.values["row"][1])
+
+
 def test_the_choice_is_the_parameters():
     cpu, elsewhere = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))
     far = SimpleNamespace(device=torch.device("mps"), is_meta=False, data_ptr=lambda: 0)

@@ -8,7 +8,7 @@ import torch
 from in_process_job import building, cross_entropy, job_of, reference, run_local, vectors
 from torch import nn
 
-from topotrain.config.job import Grads
+from topotrain.config.job import Compression, Grads
 from topotrain.training.gradients.lazy_gradient import LazyGradient
 
 BATCHES = vectors(6)
@@ -127,6 +127,12 @@ def test_one_worker_may_read_and_the_others_need_not():
 
     found = run_local(job_of(), building(), lambda t: train(t, look))
     assert found.distance(run_local(job_of(), building(), train)) == 0
+
+
+def test_encoded_means_are_read_as_they_were_added():
+    job = job_of(compression=Compression.kFp16)
+    read = run_local(job, building(), lambda t: train(t, lambda t: grads(t)[0].sum()))
+    assert read.distance(run_local(job, building(), train)) == 0
 
 
 def test_a_gradient_of_a_job_that_is_over_is_refused_by_name():

@@ -213,6 +213,8 @@ def deep(levels: int) -> Any:
         (node(args=[{"stated": 0}]), "must be one of 0"),
         (node(args=[{"pickle": "gASV"}]), "not a kind of argument"),
         (node(args=[{"dtype": "__class__"}]), "must be one of"),
+        (node(args=[{"memory_format": "__class__"}]), "must be one of"),
+        ({**sane(), "inputs": [["object", [1]]]}, "dtype"),
         (node(args=[1 << 70]), "must be a plain value"),
         (node(args=["x" * 5000]), "must be a plain value"),
         (node(args=deep(40)), "nested at most"),
