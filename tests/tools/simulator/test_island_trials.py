@@ -1,4 +1,4 @@
-"""Simulated workers with rounds of their own: what seeds find, and rules that are left out."""
+"""Simulated workers with rounds of their own: what seeds find."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The rehearsal itself: what it finds, that it is the same twice, and that a schedule is made as short as it can be."""
+"""Seeded simulations: what they find, that a seed is one run, and that a schedule is made as short as it can be."""
 
 import pytest
 import torch
