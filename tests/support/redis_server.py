@@ -4,11 +4,12 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
+import pytest
 from free_ports import free_port
 from two_hosts import VirtualNetwork
 
@@ -48,6 +49,25 @@ def redis_server(
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="session")
+def redis_urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+    """By scheme, the URL of a redis-server, started when it is first asked for."""
+    urls: dict[str, str] = {}
+    with ExitStack() as running:
+
+        def url_of(scheme: str = "redis") -> str:
+            pytest.importorskip("redis", reason="redis-py is not installed")
+            if MISSING:
+                pytest.skip(MISSING)
+            if scheme == "rediss" and not shutil.which("openssl"):
+                pytest.skip("openssl is not installed")
+            if scheme not in urls:
+                urls[scheme] = running.enter_context(redis_server(tmp_path_factory.mktemp(scheme), scheme == "rediss"))
+            return urls[scheme]
+
+        yield url_of
 
 
 def _answers(host: str, port: int) -> bool:

@@ -21,8 +21,8 @@ class Shells:
         self.environ = {**os.environ, **token}
         self.all: list[Shell] = []
 
-    def python(self, *words: str) -> Shell:
-        shell = Shell(self.warm_at, words, self.folder, self.environ)
+    def python(self, *words: str, **environ: str) -> Shell:
+        shell = Shell(self.warm_at, words, self.folder, {**self.environ, **environ})
         self.all.append(shell)
         return shell
 

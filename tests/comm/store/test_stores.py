@@ -14,8 +14,8 @@ from contextlib import closing
 from functools import partial
 
 import pytest
-import redis_server
 from launch_targets import wait_for
+from redis_server import redis_urls as redis_urls  # a fixture
 
 from topotrain.comm.request_reply import RequestChannel
 from topotrain.comm.store import StoreError, open_store, serve_store, within
@@ -30,26 +30,6 @@ from topotrain.comm.store.tcp_store import TcpStore
 
 SECRET = bytes(range(32))
 ATTEMPT = TcpStore._attempt
-
-
-@pytest.fixture(scope="session")
-def redis_urls(tmp_path_factory):
-    """By scheme, the URL of a redis-server, started when it is first asked for."""
-    running, urls = [], {}
-
-    def url_of(scheme):
-        if redis_server.MISSING:
-            pytest.skip(redis_server.MISSING)
-        if scheme == "rediss" and not shutil.which("openssl"):
-            pytest.skip("openssl is not installed")
-        if scheme not in urls:
-            running.append(redis_server.redis_server(tmp_path_factory.mktemp(scheme), scheme == "rediss"))
-            urls[scheme] = running[-1].__enter__()
-        return urls[scheme]
-
-    yield url_of
-    for server in running:
-        server.__exit__(None, None, None)
 
 
 @pytest.fixture(params=["file", "tcp", "redis"])

@@ -1,14 +1,9 @@
 """Our stores in torch's words: as torch's own store, from several processes, and after one of them was killed."""
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from redis_server import MISSING, redis_server
+from process_pool import client
+from redis_server import redis_urls as redis_urls  # a fixture
+from shells import Shells, ended, open_shells
 from torch import distributed, nn
 from torch.distributed import DistStoreError, HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
@@ -28,18 +25,13 @@ from topotrain.comm.torch_store.c10d_store import LONGEST, TorchStore, encode, r
 from topotrain.comm.torch_store.elastic_backend import StoreBackend, address, create
 
 ROOT = Path(__file__).parents[3]
-TIMEOUT_S = 100
 SHORT = timedelta(milliseconds=20)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Redis server with a password; yields the URL that logs in, without a database."""
-    pytest.importorskip("redis", reason="redis-py is not installed")
-    if MISSING:
-        pytest.skip(MISSING)
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield url.removesuffix("/0")
+@pytest.fixture
+def server(redis_urls: Callable[[], str]) -> str:
+    """The URL that logs in to a Redis server, without a database."""
+    return redis_urls().removesuffix("/0")
 
 
 @pytest.fixture(params=["file", "redis"])
@@ -255,51 +247,21 @@ def fence(language: str) -> str:
 
 
 @pytest.fixture
-def python(warm_at: str) -> list[str]:
-    """What starts a Python that has torch already."""
-    return [sys.executable, "-I", "-S", str(ROOT / "tests" / "support" / "process_pool_client.py"), warm_at]
-
-
-def start(words: list[str], folder: Path, **environ: str) -> "subprocess.Popen[str]":
-    """A process in a session of its own: its children go with it."""
-    return subprocess.Popen(
-        words,
-        cwd=folder,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(processes: list["subprocess.Popen[str]"]) -> list[str]:
-    try:
-        texts = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.terminate()  # torchrun's workers have sessions of their own: it has to end them itself
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(30)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert [process.returncode for process in processes] == [0] * len(processes), "\n".join(texts)
-    return texts
+def shells(tmp_path: Path, warm_at: str) -> Iterator[Shells]:
+    with open_shells(tmp_path, warm_at) as opened:
+        opened.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        yield opened
 
 
 @pytest.mark.journey
-def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(
-    server: str, python: list[str], tmp_path: Path
-) -> None:
+def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(server: str, shells: Shells, tmp_path: Path) -> None:
     code = fence("python")
     assert "redis://127.0.0.1:6379/0" in code
     # The model holds the process group, and Gloo's threads can abort a Python that ends before them (with tcp://, too).
     code = code.replace("redis://127.0.0.1:6379/0", f"{server}/2") + "del model\n__import__('gc').collect()\n"
     (tmp_path / "page.py").write_text(code)
-    ranks = [start([*python, "page.py"], tmp_path, RANK=str(rank)) for rank in range(2)]
-    gradients = [float(text.split()[-1]) for text in finish(ranks)]
+    ranks = [shells.python("page.py", RANK=str(rank)) for rank in range(2)]
+    gradients = [float(text.split()[-1]) for text in ended(ranks, [0, 0])]
 
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
@@ -313,14 +275,19 @@ def test_the_script_of_the_page_meets_on_redis_and_leaves_nothing(
 
 
 @pytest.mark.journey
-def test_torchrun_starts_all_anew_after_a_worker_was_killed(server: str, python: list[str], tmp_path: Path) -> None:
+def test_torchrun_starts_all_anew_after_a_worker_was_killed(server: str, shells: Shells, tmp_path: Path) -> None:
     _, *words = fence("sh").replace("127.0.0.1:6379", "").split()
     assert words[-1] == "train.py"
-    command = [*python, "-m", "torch.distributed.run", *words[:-1], "--local-addr=127.0.0.1", "--no-python"]
-    program = [*python, str(ROOT / "tests" / "programs" / "torch_elastic.py"), str(tmp_path), "--kill-at=3"]
+    command = ["-m", "torch.distributed.run", *words[:-1], "--local-addr=127.0.0.1", "--no-python"]
+    program = [
+        *client(shells.warm_at),
+        str(ROOT / "tests" / "programs" / "torch_elastic.py"),
+        str(tmp_path),
+        "--kill-at=3",
+    ]
     # Without an endpoint, the URL with the password comes from the environment.
-    environ = {"TOPOTRAIN_RENDEZVOUS": f"{server}/3"}
-    texts = finish([start([*command, *program], tmp_path, **environ) for _ in range(2)])
+    both = [shells.python(*command, *program, TOPOTRAIN_RENDEZVOUS=f"{server}/3") for _ in range(2)]
+    texts = ended(both, [0, 0])
     lives = sorted((tmp_path / "lives").read_text().splitlines())
     assert lives == [f"rank {rank} of 2 from step {step}" for rank in range(2) for step in (0, 3)], (lives, texts)
 

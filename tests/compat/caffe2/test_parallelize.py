@@ -1,14 +1,15 @@
 """`tt.data_parallel` in one process: Caffe2's words around an ordinary loop, what is refused, and how shards meet."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import torch
-from redis_server import MISSING, PASSWORD, redis_server
+from redis_server import PASSWORD
+from redis_server import redis_urls as redis_urls  # a fixture
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -231,15 +232,6 @@ def test_what_is_no_store_and_no_net_is_refused(call: Callable[[], object], said
 # --- meeting -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    pytest.importorskip("redis", reason="redis-py is not installed")
-    if MISSING:
-        pytest.skip(MISSING)
-    with redis_server(tmp_path_factory.mktemp("redis")) as url:
-        yield urlsplit(url).port or 0
-
-
 Handler = dpm.FileStoreHandler | dpm.RedisStoreHandler
 
 
@@ -247,7 +239,7 @@ Handler = dpm.FileStoreHandler | dpm.RedisStoreHandler
 def handler(request: pytest.FixtureRequest, tmp_path: Path) -> Handler:
     if request.param == "file":
         return dpm.FileStoreHandler(tmp_path / "a store", "Run 1/2")
-    port = request.getfixturevalue("redis_port")
+    port = urlsplit(request.getfixturevalue("redis_urls")()).port or 0
     return dpm.RedisStoreHandler("127.0.0.1", port, f"Run {tmp_path}", password=PASSWORD)
 
 
