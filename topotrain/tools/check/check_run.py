@@ -79,11 +79,9 @@ class _Runs:
         spec = {"observation": asdict(wanted), "program": program, "args": args}
         with closing(self.processes.start(f"{_MODULE}:run_plain", spec, Path(wanted.record).name)) as process:
             try:
-                failed = process.answer()["failed"]
+                process.answer()
             except ProcessEnded as error:
-                failed = str(error)
-        if failed:
-            raise RunFailed(f"plain Python cannot run {program}: {failed}")
+                raise RunFailed(f"plain Python cannot run {program}: {error}") from None
         record = Record.load(Path(wanted.record))
         if not record.notes["steps"]:
             raise RunFailed(f"{program} makes no step with an optimizer that it gave to tt.prepare")
