@@ -186,6 +186,16 @@ class Topology:
         _check(f"server of group {group}", index, self.shards)
         return _server_unit(self.cluster, group, index, self.idle)
 
+    def processes(self, unit: Unit) -> Iterator[tuple[Address, ...]]:
+        """Yield the workers and servers in each process of a unit."""
+        if self.inline:
+            yield from zip(unit.workers, unit.servers, strict=True)
+            return
+        if unit.servers:
+            yield unit.servers
+        for worker in unit.workers:
+            yield (worker,)
+
     def host_of(self, address: Address) -> int:
         """Return the number of the host of `address`."""
         unit = self.unit_of(address)

@@ -109,13 +109,15 @@ def test_the_command_shows_no_secret(capsys, monkeypatch):
 
 
 @pytest.mark.journey
-def test_without_torch_the_report_says_so(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [((), 0, "cannot be imported"), (("job.conf",), 1, "failed   versions    torch cannot")],
+)
+def test_without_torch_the_command_says_so(tmp_path, words, code, said):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No module named torch')")
-    done = subprocess.run(
-        [sys.executable, "-m", "topotrain", "doctor"],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "cannot be imported: No module named torch" in done.stdout
+    (tmp_path / "job.conf").write_text("cluster { nworkers_per_group: 2 }")
+    command = [sys.executable, "-m", "topotrain", "doctor", *words]
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout and "No module named torch" in done.stdout

@@ -107,7 +107,7 @@ def test_waiting_for_a_core_is_in_the_mean_and_a_single_long_step_is_no_spread()
     assert found["computing"] == pytest.approx(0.006)
     steps = [StepTimes(1, 0.01, 0.0, 0.0, 0.0)] * 30
     assert spread(steps) == spread([*steps, StepTimes(1, 1.0, 0.0, 0.0, 0.0)]) == pytest.approx(0.0, abs=1e-9)
-    uneven = [StepTimes(1, 0.01 + 0.001 * (number % 7), 0.0, 0.0, 0.0) for number in range(70)]
+    uneven = [StepTimes(1, 0.006 + 0.001 * (number % 7), 0.0, 0.0, 0.004) for number in range(70)]
     assert spread(uneven) == pytest.approx(0.002 / 0.013, rel=0.3)  # the standard deviation of 0 to 6 is 2
 
 

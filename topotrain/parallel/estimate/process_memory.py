@@ -7,7 +7,7 @@ whole model, it is the training state of each worker and server. Its activations
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from topotrain.config.job import Algorithm, Compression, Grads, Job, Keep, Schedule, Updater, UpdaterType
@@ -144,20 +144,9 @@ def needs(
     found = [
         _together(residents, unit, topology, [_need(job, topology, slices, state_factor, loaded, a) for a in residents])
         for unit in topology.units
-        for residents in processes(topology, unit)
+        for residents in topology.processes(unit)
     ]
     return tuple(_seeing(need, found) for need in found)
-
-
-def processes(topology: Topology, unit: Unit) -> Iterator[tuple[Address, ...]]:
-    """Return the workers and servers in each process of a unit."""
-    if topology.inline:
-        yield from zip(unit.workers, unit.servers, strict=True)
-        return
-    if unit.servers:
-        yield unit.servers
-    for worker in unit.workers:
-        yield (worker,)
 
 
 def _together(

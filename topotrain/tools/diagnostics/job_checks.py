@@ -13,7 +13,6 @@ from topotrain.config.private_files import open_for_reading
 from topotrain.config.python_module import find_module, module_of
 from topotrain.config.topology import Topology
 from topotrain.parallel.estimate.memory_check import COMMON, ITSELF, memory_limits
-from topotrain.parallel.estimate.process_memory import processes
 from topotrain.tools.diagnostics.environment_report import (
     SHARED_MEMORY,
     installed,
@@ -53,7 +52,7 @@ def findings(
     yield from host_findings(url, hosts, environ)
     # One machine has its part of the units, and of a single machine that is all.
     units = -(-len(topology.units) // max(1, len(hosts)))
-    largest = sorted((sum(1 for _ in processes(topology, unit)) for unit in topology.units), reverse=True)[:units]
+    largest = sorted((len(list(topology.processes(unit))) for unit in topology.units), reverse=True)[:units]
     yield port_finding(job.cluster.start_port, sum(largest))
     yield memory_finding(units, sum(largest), memory_limits().machine)
     yield shared_memory_finding(shared_memory())

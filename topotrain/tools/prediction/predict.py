@@ -1,8 +1,6 @@
 """Predict a job on certain machines from a probe."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,25 +53,18 @@ def predict(
             f"{bound.samples_per_s:,.4g} samples per second: {bound.limit}"
         )
         raise ConfigError("workers and servers", processes_of(topology), accepted)
-    with _enough_memory():
+    try:
         rehearsal = Rehearsal(job, topology, probe, machines, seed, trace is not None, stepped)
         rehearsal.run()
-        predicted = rehearsal.prediction(memory)
-    if trace is not None:
-        _write_trace(rehearsal, trace)
-    return predicted
-
-
-@contextmanager
-def _enough_memory() -> Iterator[None]:
-    """Raise ConfigError where a rehearsed model does not fit into this machine."""
-    try:
-        yield
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise
         accepted = "this machine has too little memory to rehearse a job with a model of this size"
         raise ConfigError("--probe", None, accepted) from None
+    predicted = rehearsal.prediction(memory)
+    if trace is not None:
+        _write_trace(rehearsal, trace)
+    return predicted
 
 
 def _write_trace(rehearsal: Rehearsal, path: Path) -> None:

@@ -47,8 +47,8 @@ class MessageRecords:
         """Bytes of each message with a step's number, by that number."""
         self.others: dict[Pair, list[tuple[float, int]]] = defaultdict(list)
         """Time and bytes of messages without one."""
-        self._times: dict[tuple[Moment, Address, int], float] = {}
-        self._there: dict[tuple[Moment, int, int], dict[Address, float]] = defaultdict(dict)
+        self._times: dict[tuple[Moment, int, int], dict[Address, float]] = defaultdict(dict)
+        """By moment, group and step: when each worker was there."""
 
     def sent(self, me: Address, to: Address, message: m.Message, nbytes: int, now: float) -> None:
         """A message between two processes is sent."""
@@ -64,7 +64,7 @@ class MessageRecords:
         step = _step_of(message)
         if step is not None and me.role is Role.SERVER and to.role is Role.WORKER:
             moment = Moment.REDUCED if isinstance(message, _MEANS) else Moment.ANSWERED
-            self._times[moment, to, step] = now
+            self._times[moment, to.group, step][to] = now
 
     def arrived(self, me: Address, to: Address, message: m.Message, now: float) -> None:
         """A message is at its receiver."""
@@ -72,11 +72,10 @@ class MessageRecords:
         if step is None:
             return
         if isinstance(message, _MEANS):
-            self._times[Moment.MEAN, to, step] = now
+            self._times[Moment.MEAN, to.group, step][to] = now
         elif me.role is Role.WORKER and isinstance(message, (*_CONTRIBUTIONS, m.Commit)):
             moment = Moment.COMMITTED if isinstance(message, m.Commit) else Moment.PUSHED
-            self._times[moment, me, step] = now
-            self._there[moment, me.group, step][me] = now
+            self._times[moment, me.group, step][me] = now
 
     def exchange(self, me: Address, step: int) -> Iterator[tuple[str, float, Address]]:
         """Yield name, end and process of each part of a worker's exchange.
@@ -85,18 +84,14 @@ class MessageRecords:
         """
         rounds = (Moment.PUSHED, Moment.REDUCED, Moment.MEAN), (Moment.COMMITTED, Moment.ANSWERED, None)
         for sent, left, here in rounds:
-            there = self._there.get((sent, me.group, step))
-            yield "push", self._time(sent, me, step), me
+            there = self._times[sent, me.group, step]
+            yield "push", there.get(me, 0.0), me
             if there:
                 who, when = max(there.items(), key=lambda each: each[1])
                 yield "wait", when, who
-            yield "apply", self._time(left, me, step), me
+            yield "apply", self._times[left, me.group, step].get(me, 0.0), me
             if here is not None:
-                yield "pull", self._time(here, me, step), me
-
-    def _time(self, moment: Moment, worker: Address, step: int) -> float:
-        """Return when a moment of a worker's step was; 0: it has none."""
-        return self._times.get((moment, worker, step), 0.0)
+                yield "pull", self._times[here, me.group, step].get(me, 0.0), me
 
 
 def _step_of(message: m.Message) -> int | None:
