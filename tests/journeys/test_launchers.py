@@ -59,22 +59,14 @@ class LaunchedJobs:
     folder: Path
 
     def launch(
-        self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), through: str = ""
+        self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()
     ) -> "subprocess.CompletedProcess[str]":
-        """`through`: Python code that starts the command, which is its arguments, in place of us."""
-        words = self.words(name, cluster, program, *args, options=options)
-        before = [sys.executable, "-c", through] if through else []
-        return self.sandbox.run(*before, *words, cwd=self.folder)
-
-    def words(
-        self, name: str, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), extra: str = ""
-    ) -> list[str]:
-        """The command that runs a job, whose file is written. `extra`: more fields for it."""
         conf = self.folder / "job.conf"
-        conf.write_text(f'name: "job" {extra}\ncluster {{ {cluster} workspace: "job" }}\n')
+        conf.write_text(f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n')
         start = ["run", f"--forkserver={self.sandbox.environ['TOPOTRAIN_FORKSERVER']}"]
         start = start if name == "run" else ["launch", name]
-        return [sys.executable, "-m", "topotrain", *start, *options, conf.name, str(PROGRAMS / program), *args]
+        words = [sys.executable, "-m", "topotrain", *start, *options, conf.name, str(PROGRAMS / program), *args]
+        return self.sandbox.run(*words, cwd=self.folder)
 
     def final(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "job" / "final.safetensors")

@@ -48,11 +48,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
         shutil.rmtree(ours, ignore_errors=True)
 
 
-def words(
-    sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = (), extra: str = ""
-) -> list[str]:
-    conf = f'name: "job" {extra}\ncluster {{ {cluster} workspace: "job" }}\n'
-    Path("job.conf").write_text(conf)
+def words(sandbox: Sandbox, cluster: str, program: str, *args: str, options: tuple[str, ...] = ()) -> list[str]:
+    Path("job.conf").write_text(f'name: "job"\ncluster {{ {cluster} workspace: "job" }}\n')
     address = "--pass=address=" + (sandbox.folder / "address").read_text()
     launch = [sys.executable, "-m", "topotrain", "launch", "ray", address, "--pass=room=30", *options]
     return [*launch, "job.conf", str(PROGRAMS / program), *args]

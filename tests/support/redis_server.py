@@ -11,22 +11,15 @@ from urllib.parse import quote
 
 import pytest
 from free_ports import free_port
-from two_hosts import VirtualNetwork
 
 PASSWORD = "pass word/@"
 MISSING = "" if shutil.which("redis-server") else "redis-server is not installed (Debian package redis-server)"
 
 
 @contextmanager
-def redis_server(
-    folder: Path, tls: bool = False, port: int = 0, network: VirtualNetwork | None = None
-) -> Iterator[str]:
-    """Run one, at a free port where none is given; yields the URL of its database 0.
-
-    network: it runs on host 0 of this network.
-    """
-    host = "127.0.0.1" if network is None else network.addresses[0]
-    port = port or free_port()
+def redis_server(folder: Path, tls: bool = False) -> Iterator[str]:
+    """Run one at a free port; yields the URL of its database 0."""
+    host, port = "127.0.0.1", free_port()
     lines = [f"bind {host}", f'requirepass "{PASSWORD}"', 'save ""', "appendonly no", f"dir {folder}", "daemonize no"]
     login = f":{quote(PASSWORD, safe='')}@{host}:{port}/0"
     if tls:
@@ -38,11 +31,10 @@ def redis_server(
         lines += [f"port {port}"]
         url = f"redis://{login}"
     (folder / "redis.conf").write_text("\n".join(lines) + "\n")
-    prefix = [] if network is None else network.prefix(0)
-    process = subprocess.Popen([*prefix, "redis-server", str(folder / "redis.conf")], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(["redis-server", str(folder / "redis.conf")], stdout=subprocess.DEVNULL)
     try:
         until = time.monotonic() + 30
-        while not (_answers(host, port) if network is None else network.run_on(0, lambda: _answers(host, port))):
+        while not _answers(host, port):
             assert process.poll() is None and time.monotonic() < until, "redis-server does not start"
             time.sleep(0.02)
         yield url

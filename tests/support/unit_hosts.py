@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from ipaddress import ip_address
@@ -18,6 +17,7 @@ from typing import Any, Self
 import torch
 from free_ports import free_port
 from job_runner import PROGRAMS, JobRunner
+from launch_targets import wait_for
 from process_pool import Forked, client
 from safetensors.torch import load_file
 from two_hosts import VirtualNetwork
@@ -31,9 +31,8 @@ from topotrain.launch import registered_job
 from topotrain.launch.multinode import node, node_membership, node_rendezvous, unit_membership
 from topotrain.tools.cli.app import main
 for module in (registered_job, node_membership, node_rendezvous, unit_membership):
-    module.BEAT_S, module.ALIVE_S = {beat_s}, {alive_s}
-node_membership.LOST_S, node_membership.STORE_LOST_S, node.STORE_S = {lost_s}, 2.5, 1.0
-node_membership.AWAY_S = {away_s} or node_membership.AWAY_S
+    module.BEAT_S, module.ALIVE_S = 0.3, 1.5
+node_membership.LOST_S, node_membership.STORE_LOST_S, node.STORE_S = 3.0, 2.5, 1.0
 sys.exit(main())
 """
 # A forkserver makes its processes where it is itself, so each host has one.
@@ -49,20 +48,13 @@ with closing(process_pool.start(Path(sys.argv[1]))) as running:
 """
 
 
-def hastily(beat_s: float, alive_s: float, lost_s: float = 3.0, away_s: float | None = None) -> tuple[str, ...]:
-    """What stands behind `python` for `topotrain unit` with less patience."""
-    return "-c", HASTY.format(beat_s=beat_s, alive_s=alive_s, lost_s=lost_s, away_s=away_s), "unit"
-
-
 def wait(condition: Callable[[], object]) -> None:
     """Until it holds, for two minutes at most."""
-    until = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    wait_for(condition, 120)
 
 
-HASTILY = hastily(0.3, 1.5)
+HASTILY = ("-c", HASTY, "unit")
+"""What stands behind `python` for `topotrain unit` with less patience."""
 
 
 class Unit:
@@ -275,12 +267,6 @@ class Units:
 def newest(job: Job) -> int:
     """The number of the newest snapshot; 0: there is none."""
     return max((int(path.parent.name) for path in job.workspace.glob("manifests/*/manifest.json")), default=0)
-
-
-def covered(job: Job, count: int) -> None:
-    """Wait until all servers have a second copy, as they had at the start, and the leader has long heard of it."""
-    wait(lambda: sum(bool(entry["servers"]) and entry["second"] is not None for entry in job.processes()) == count)
-    job.trains()
 
 
 # ---- several hosts ---------------------------------------------------------------------------------------------------
