@@ -21,15 +21,12 @@ import topotrain as tt
 from tests.support.reporter_parts import context_of, no_connections, worker_of
 from topotrain.config.async_momentum import Corrector, corrector, explanation, groups_apart, momentum_of, warning
 from topotrain.config.job import Agreement, Cluster, ConfigError, Correction, Job, NonFinite, Updater, UpdaterType
-from topotrain.config.sharding import Parameter, cut
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.client.client import JobError
 from topotrain.core.events import Apart, Event, LastingNotice, Notice
 from topotrain.core.optim.adapter import SliceUpdate, describe, hyper
 from topotrain.core.optim.optimizer_part import OptimizerPart, PartGroup
 from topotrain.core.profiling.spans import SILENT
-from topotrain.core.protocol import Delta, MasterValue
-from topotrain.core.server.group_sync import MasterSync
 from topotrain.launch import JobOutcome
 from topotrain.parallel.api.dry_run import PreparedArguments
 from topotrain.tools.monitor.job_report import Report
@@ -43,49 +40,9 @@ from topotrain.training.worker_stats import WorkerStats
 
 DOWNPOUR = Cluster(nworker_groups=3)
 HOGWILD = Cluster(nworker_groups=3, nserver_groups=3)
-BUCKETS = cut([Parameter("w", (128,), (1,), "float32", True)], 1, groups=2).buckets
 
 
 # --- how far apart (12) ----------------------------------------------------------------------------------------------
-
-
-def two(make: Any) -> tuple[list[torch.Tensor], list[Any]]:
-    values = [torch.ones(128), torch.ones(128)]
-
-    def view(group: int) -> Any:
-        return lambda bucket: values[group][BUCKETS[bucket].lo : BUCKETS[bucket].hi]
-
-    made = [make(g, SimpleNamespace(buckets=BUCKETS, values=view(g))) for g in range(2)]
-    for agreement in made:
-        agreement.begin()
-    return values, made
-
-
-def test_an_exchange_with_a_master_tells_versions_and_norm() -> None:
-    """Group 1 makes 2 updates, group 0 makes 3 meanwhile: each lacks the other's."""
-    values, (master, other) = two(lambda g, view: MasterSync(g, view, 2))
-    for _ in range(3):
-        values[0][:64] += 1.0
-        assert master.updated([0]) == []
-    values[1][:64] += 1.0
-    assert other.updated([0]) == []
-    values[1][:64] += 1.0
-    ((_, delta),) = other.updated([0])
-    assert isinstance(delta, Delta) and delta.updates == 2
-    for _ in range(2):  # said twice, it counts once
-        ((_, reply),) = master.meet(1, delta, delta.body.clone())
-        assert reply == MasterValue(0, 1, 3)
-    assert (master.distance.exchanges, master.distance.updates, master.distance.most) == (1, 2, 2)
-    assert master.distance.share == pytest.approx(2 / 6)  # each of 64 elements is 6 now, and 2 of it was not here
-    other.meet(0, reply, reply.body.clone())
-    assert (other.distance.exchanges, other.distance.mean, other.distance.most) == (1, 3.0, 3)
-    assert other.distance.share == pytest.approx(3 / 6)
-    values[1][:64] += 1.0
-    other.updated([0])
-    ((_, delta),) = other.updated([0])
-    ((_, reply),) = master.meet(1, delta, delta.body.clone())
-    other.meet(0, reply, reply.body.clone())
-    assert (other.distance.exchanges, other.distance.updates) == (2, 3), "nothing new of others the second time"
 
 
 @pytest.mark.simulated

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from exchanging_groups import BUCKETS, Groups, walk
 from hypothesis import given, settings
@@ -107,3 +108,26 @@ def test_drained_only_when_everything_was_answered():
     groups.deliver((0, 1))
     assert agreement.drained()
     assert groups.view(0)(0)[0] == 5
+
+
+def test_an_exchange_with_a_master_tells_versions_and_norm():
+    """Group 1 makes 2 updates, group 0 makes 3 meanwhile: each lacks the other's."""
+    groups = Groups(2, master, freq=2)
+    mine, other = (each.distance for each in groups.agreements)
+
+    def exchange() -> None:
+        for _ in range(2):
+            groups.update(1, 1, [0])
+        groups.deliver((1, 0), twice=True)  # said twice, it counts once
+        while groups.ways[0, 1]:
+            groups.deliver((0, 1))
+
+    for _ in range(3):
+        groups.update(0, 1, [0])
+    exchange()
+    assert (mine.exchanges, mine.updates, mine.most) == (1, 2, 2)
+    assert mine.share == pytest.approx(2 / 5)  # each of 64 elements is 5 now, and 2 of it was not here
+    assert (other.exchanges, other.mean, other.most) == (1, 3.0, 3)
+    assert other.share == pytest.approx(3 / 5)
+    exchange()
+    assert (other.exchanges, other.updates) == (2, 3), "nothing new of others the second time"
