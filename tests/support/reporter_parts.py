@@ -9,16 +9,9 @@ from topotrain.training.reporting.logged_values import LoggedValues
 from topotrain.training.worker_stats import WorkerStats
 
 
-class EventList:
-    """A sink that keeps the events in a list."""
-
-    def __init__(self, told: list[Event]) -> None:
-        self.emit = told.append
-
-
 def context_of(me: Address, told: list[Event], **more: object) -> Any:
     """A worker's context, whose events come into `told`."""
-    sink = EventList(told)
+    sink = SimpleNamespace(emit=told.append)
     return SimpleNamespace(me=me, emit=sink.emit, logged=LoggedValues(sink, str(me)), **more)
 
 
