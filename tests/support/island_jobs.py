@@ -13,9 +13,6 @@ from torch import nn
 from topotrain.config.job import (
     ChangeMethod,
     Cluster,
-    Exponential,
-    FixedStep,
-    Inverse,
     InverseT,
     Job,
     Keep,
@@ -72,14 +69,9 @@ OUTER: dict[str, tuple[Updater, Inner]] = {
     ),
     "mean": (updater(UpdaterType.kSGD, 1.0), lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
     "adam": (updater(UpdaterType.kAdam, 0.01), lambda parameters: torch.optim.Adam(parameters, lr=0.01)),
-    **{f"delay {n}": delayed(n) for n in (1, 2, 3, 4, 9)},
+    **{f"delay {n}": delayed(n) for n in (2, 3, 4)},
     "linear": scheduled(type=ChangeMethod.kLinear, linear_conf=Linear(change_freq=3, final_lr=0.1)),
     "step": scheduled(type=ChangeMethod.kStep, step_conf=Step(change_freq=2, gamma=0.3)),
-    "fixed step": scheduled(
-        type=ChangeMethod.kFixedStep, fixedstep_conf=FixedStep(step=(0, 1, 3), step_lr=(0.7, 0.2, 0.05))
-    ),
-    "exponential": scheduled(type=ChangeMethod.kExponential, exponential_conf=Exponential(change_freq=2)),
-    "inverse": scheduled(type=ChangeMethod.kInverse, inverse_conf=Inverse(gamma=0.5, pow=0.75)),
     "inverse t": scheduled(type=ChangeMethod.kInverseT, inverset_conf=InverseT(final_lr=2.0)),
 }
 """Outer optimizers: their block, and what makes them in plain PyTorch."""
