@@ -97,6 +97,11 @@ def test_without_a_location_the_lightest_takes_it():
     assert [found[name] for name in "0123"] == [at(0), at(1), at(0), at(1)]
 
 
+def test_without_a_location_a_module_stays_together():
+    found = assigned(net(), Block("^[01]", -1))
+    assert found["0.0"] == found["0.1"] != found["1.0"] == found["1.1"]
+
+
 def test_parameters_of_other_modules_and_ties():
     class Tied(nn.Module):
         def __init__(self):

@@ -83,7 +83,7 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.attention = nn.Embedding(11, 8), Attention()
+        self.embedding, self.places, self.attention = nn.Embedding(11, 8), nn.Embedding(5, 8), Attention()
         self.norm1, self.norm2, self.up, self.down = (
             nn.LayerNorm(8),
             nn.LayerNorm(8),
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens) + self.places(torch.arange(len(tokens[0]), device=tokens.device))
         x = x + self.attention(self.norm1(x))
         x = x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
         return self.head(x)

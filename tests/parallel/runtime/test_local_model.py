@@ -176,6 +176,21 @@ def test_a_model_on_the_meta_device_gets_what_is_its_own() -> None:
     assert whole.fc.weight.std() > bound / 3
 
 
+def test_tied_weights_on_the_meta_device_are_the_first_modules() -> None:
+    def make(tie: bool) -> nn.ModuleDict:
+        with torch.device("meta"):
+            model = nn.ModuleDict({"embed": nn.Embedding(70, 4), "out": nn.Linear(4, 70, bias=False)})
+        if tie:
+            model["out"].weight = model["embed"].weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        localise(model, optimizer, divide(model, {}, 1), 0)
+        return model
+
+    model = make(tie=True)
+    assert model["out"].weight is model["embed"].weight
+    assert torch.equal(model["embed"].weight, make(tie=False)["embed"].weight)
+
+
 def test_a_module_that_cannot_fill_its_parameters() -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -92,6 +92,15 @@ def test_a_large_tensor_travels_in_parts_and_is_not_here_before_the_last(count, 
     assert torch.equal(pair.second.receive(0, KEY)[0], tensor)
 
 
+def test_one_key_twice_is_first_come_first_served_and_oneself_needs_no_transport():
+    pair = Pair()
+    for number in range(2):
+        pair.second.send(0, KEY, torch.tensor(number))
+        pair.first.send(0, KEY, torch.tensor(10 + number))
+    assert [int(pair.first.receive(1, KEY)[0]) for _ in range(2)] == [0, 1]
+    assert [int(pair.first.receive(0, KEY)[0]) for _ in range(2)] == [10, 11]
+
+
 GOOD = Activation(3, 1, 7, False, False, 0, 1, 12, (3,), "float32", body=torch.zeros(12, dtype=torch.uint8))
 
 
