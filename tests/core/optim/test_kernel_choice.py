@@ -2,6 +2,7 @@
 
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,54 +28,39 @@ def group(cls: Any, **settings: Any) -> dict[str, Any]:
     return {**cls([torch.zeros(1)], **settings).param_groups[0], "lr": 1e-8}
 
 
-class Wrong(SGD):
-    """SGD whose fused kernel is wrong in one way: `spoil` gets (value, what the plain loop would make of it)."""
+def wrong(spoil: Callable[[torch.Tensor, torch.Tensor], object]) -> type[SGD]:
+    """SGD whose fused kernel is wrong in one way: `spoil` gets (value, what it was before the plain loop)."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        fused = [one["fused"] for one in self.param_groups]
-        before = [[value.clone() for value in one["params"]] for one in self.param_groups]
-        for one in self.param_groups:
-            one["fused"] = False
-        super().step(closure)
-        for one, old, was in zip(self.param_groups, before, fused, strict=True):
-            one["fused"] = was
-            for value, start in zip(one["params"], old, strict=True):
-                if was:
-                    self.spoil(value, start)
+    class Wrong(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            fused = [one["fused"] for one in self.param_groups]
+            before = [[value.clone() for value in one["params"]] for one in self.param_groups]
+            for one in self.param_groups:
+                one["fused"] = False
+            super().step(closure)
+            for one, old, was in zip(self.param_groups, before, fused, strict=True):
+                one["fused"] = was
+                for value, start in zip(one["params"], old, strict=True):
+                    if was:
+                        spoil(value, start)
 
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        raise NotImplementedError
-
-
-class NoOp(Wrong):
-    """It does nothing."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        value.copy_(start)
+    return Wrong
 
 
-class NoVectors(Wrong):
-    """It leaves out all whole vectors, as torch 2.13's does in short floats."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        whole = len(value) // 16 * 16
-        value[:whole] = start[:whole]
+def back(value: torch.Tensor, start: torch.Tensor, part: slice) -> None:
+    value[part] = start[part]
 
 
-class NoTail(Wrong):
-    """It leaves out what is behind the last whole vector of 64."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        whole = len(value) // 64 * 64
-        value[whole:] = start[whole:]
-
-
-class LastOfLarge(Wrong):
-    """It forgets the last element of a large tensor."""
-
-    def spoil(self, value: torch.Tensor, start: torch.Tensor) -> None:
-        if len(value) > 4096:
-            value[-1] = start[-1]
+NO_OP = wrong(lambda value, start: back(value, start, slice(None)))
+WRONG = {
+    "it does nothing": NO_OP,
+    # As torch 2.13's in short floats.
+    "it leaves out all whole vectors": wrong(lambda value, start: back(value, start, slice(len(value) // 16 * 16))),
+    "it leaves out what is behind": wrong(lambda value, start: back(value, start, slice(len(value) // 64 * 64, None))),
+    "it forgets the last element of a large tensor": wrong(
+        lambda value, start: back(value, start, slice(-1, None)) if len(value) > 4096 else None
+    ),
+}
 
 
 class NoDecay(SGD):
@@ -89,8 +75,8 @@ class NoDecay(SGD):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cls", [NoOp, NoVectors, NoTail, LastOfLarge])
-def test_a_wrong_kernel_is_seen(cls: type[Wrong], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cls", WRONG.values(), ids=WRONG)
+def test_a_wrong_kernel_is_seen(cls: type[SGD], dtype: torch.dtype) -> None:
     assert verdict(cls, group(cls), dtype, "cpu") is KernelVerdict.WRONG
     assert kernel_choice.choose(cls, group(cls), [(dtype, "cpu")]) == {"fused": None}
 
@@ -156,10 +142,10 @@ def test_a_trial_draws_no_number_of_the_scripts() -> None:
 
 
 def test_a_kernel_that_the_script_names_must_be_right() -> None:
-    named = group(NoOp) | {"fused": True}
+    named = group(NO_OP) | {"fused": True}
     with pytest.raises(ConfigError, match="fused = true: must be left out or False: in float32 on this machine"):
-        kernel_choice.choose(NoOp, named, [(torch.float32, "cpu")])
-    assert kernel_choice.choose(NoOp, group(NoOp) | {"fused": False}, [(torch.float32, "cpu")]) == {}
+        kernel_choice.choose(NO_OP, named, [(torch.float32, "cpu")])
+    assert kernel_choice.choose(NO_OP, group(NO_OP) | {"fused": False}, [(torch.float32, "cpu")]) == {}
     assert kernel_choice.choose(Adam, group(Adam) | {"fused": True}, [(torch.float32, "cpu")]) == {}
 
 
