@@ -244,13 +244,6 @@ def test_a_step_makes_as_many_calls_with_many_tensors_as_with_few(name: str) -> 
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_in_float32_a_bucket_is_one_tensor_with_the_plain_loop(name: str) -> None:
-    update, text, gradients = made(name, [1, 21, 64, 130], foreach=False)
-    update.apply(text, gradients)
-    assert len(update._parts[0].spans) == 1
-
-
 def test_a_fused_kernel_joins_tensors_of_full_rounds_only() -> None:
     update, text, gradients = made("Adam", [160, 480, 10, 64, 64])
     update.apply(text, gradients)
@@ -260,18 +253,6 @@ def test_a_fused_kernel_joins_tensors_of_full_rounds_only() -> None:
     vectorized = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
     assert common_round(torch.optim.Adam, group, [(torch.float32, "cpu")]) == (16 if vectorized else 1)
     assert [len(span.keys) for span in update._parts[0].spans] == ([3, 2] if vectorized else [5])
-
-
-def test_parameters_that_take_turns_are_cut_once_and_stay_apart() -> None:
-    update, text, gradients = made("RMSprop", [64] * 6)
-    part = update._parts[0]
-    sizes = []
-    for absent in ((), (2, 3), (), (0, 1), (2, 3), ()):
-        update.apply(text, {key: None if key in absent else view for key, view in gradients.items()})
-        sizes.append([len(span.keys) for span in part.spans])
-    assert sizes == [[6], [2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
-    steps = {key: float(value) for key, name, value in update.state() if name == "step"}
-    assert [steps[key] for key in range(6)] == [5, 5, 4, 4, 6, 6]
 
 
 def test_a_momentum_that_begins_where_some_parameters_have_had_one() -> None:
@@ -286,16 +267,6 @@ def test_a_momentum_that_begins_where_some_parameters_have_had_one() -> None:
         step_whole(optimizer)
         update.apply(hyper(optimizer), given)
         assert all(torch.equal(p, value) for p, value in zip(plain, update._values.values(), strict=True)), step
-
-
-def test_gradients_elsewhere_in_memory_are_taken_apart() -> None:
-    update, text, gradients = made("SGD", [64, 64], lr=1.0)
-    update.apply(text, gradients)
-    elsewhere: dict[int, torch.Tensor | None] = {1: torch.full((64,), 2.0), 0: torch.full((64,), 3.0)}
-    before = [value.clone() for value in update._values.values()]
-    update.apply(text, elsewhere)
-    for key, value in update._values.items():
-        assert torch.equal(value, before[key] - elsewhere[key])
 
 
 def test_a_schedule_of_momentum_needs_no_new_trial(monkeypatch: pytest.MonkeyPatch) -> None:
