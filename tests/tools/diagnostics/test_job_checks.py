@@ -13,16 +13,16 @@ import pytest
 from topotrain.comm.store import open_store, serve_store
 from topotrain.launch.agent.file_locks import locked
 from topotrain.tools.cli.app import main
-from topotrain.tools.diagnostics import folder_checks, job_checks
-from topotrain.tools.diagnostics.folder_checks import (
+from topotrain.tools.diagnostics import job_checks, machine_checks
+from topotrain.tools.diagnostics.job_checks import gpu_finding, memory_finding, shared_memory_finding, version_finding
+from topotrain.tools.diagnostics.machine_checks import (
     clock_difference,
     clock_finding,
     nearest,
+    port_finding,
     sharing_finding,
     space_finding,
 )
-from topotrain.tools.diagnostics.job_checks import gpu_finding, memory_finding, shared_memory_finding, version_finding
-from topotrain.tools.diagnostics.network_checks import port_finding
 
 ROOT = Path(__file__).parents[3]
 TORCH = {"version": "2.13.0+cpu", "gpus": []}
@@ -110,8 +110,8 @@ def test_a_workspace_of_another_job_or_below_a_file(ask, here):
 
 def test_a_shared_folder_with_another_clock(tmp_path, monkeypatch):
     assert clock_difference(tmp_path) == 0.0
-    real = folder_checks.time.time
-    monkeypatch.setattr(folder_checks.time, "time", lambda: real() + 100)
+    real = machine_checks.time.time
+    monkeypatch.setattr(machine_checks.time, "time", lambda: real() + 100)
     late = clock_difference(tmp_path)
     assert late == pytest.approx(-100, abs=50)
     assert (clock_finding("clock", tmp_path, late).state, nearest(tmp_path / "a/b")) == ("warning", tmp_path)

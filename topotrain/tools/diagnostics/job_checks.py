@@ -21,8 +21,14 @@ from topotrain.tools.diagnostics.environment_report import (
     torch_facts,
 )
 from topotrain.tools.diagnostics.finding import Finding, failed, ok, warning
-from topotrain.tools.diagnostics.folder_checks import nearest, sharing_finding, workspace_findings
-from topotrain.tools.diagnostics.network_checks import host_findings, port_finding, rendezvous_findings
+from topotrain.tools.diagnostics.machine_checks import (
+    host_findings,
+    nearest,
+    port_finding,
+    rendezvous_findings,
+    sharing_finding,
+    workspace_findings,
+)
 
 SMALL_SHM_BYTES = 64 << 20
 """The size that containers have by default, in which loaders with worker processes fail."""

@@ -19,7 +19,6 @@ from topotrain.core.profiling.spans import ServerRecorder, WorkerRecorder
 from topotrain.core.protocol import Message
 from topotrain.core.server.server import Server
 from topotrain.launch.runtime.server_composition import make_server
-from topotrain.tools.prediction.counted_operations import WorkMeter
 from topotrain.tools.prediction.machines import Machines
 from topotrain.tools.prediction.prediction import (
     BusyResource,
@@ -30,7 +29,7 @@ from topotrain.tools.prediction.prediction import (
     StepParts,
     Wait,
 )
-from topotrain.tools.prediction.process_work import ProcessWork, VirtualClock
+from topotrain.tools.prediction.process_work import ProcessWork, VirtualClock, WorkMeter
 from topotrain.tools.prediction.rehearsable import MOST_PROCESSES, changes, expected_error, goodput, processes_of
 from topotrain.tools.prediction.rehearsed_network import Hosts, MessageRecords, RehearsedTransport
 from topotrain.tools.prediction.rehearsed_worker import RehearsedWorker, StepRecord

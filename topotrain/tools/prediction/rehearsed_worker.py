@@ -18,8 +18,7 @@ from topotrain.core.model.schema import PrivateMemory
 from topotrain.core.server.consistency import STATIC
 from topotrain.extensions.elastic.eligibility import singly
 from topotrain.extensions.outer_optimizer.inner_optimizer import InnerOptimizer
-from topotrain.tools.prediction.counted_operations import CountedOperations
-from topotrain.tools.prediction.process_work import ProcessWork, VirtualClock
+from topotrain.tools.prediction.process_work import CountedOperations, ProcessWork, VirtualClock
 from topotrain.tools.probe.probe_file import Probe
 from topotrain.training.data.sampling import cut
 from topotrain.training.parameters.flat_parameters import ModelParts, describe_model

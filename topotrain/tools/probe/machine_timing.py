@@ -43,11 +43,20 @@ from topotrain.training.parameters.flat_parameters import ModelParts
 _MOST_ELEMENTS = 1 << 24
 """Of a model that is updated. More say nothing new, and need memory."""
 _BUCKET = 1 << 18
+"""Elements of a bucket, and of a body: 1 MiB, as most messages of a job have."""
 _BUCKETS = 24
-"""Buckets of 1 MiB that a sum goes through, so that no cache has them all."""
+"""Buckets that a sum goes through, so that no cache has them all."""
 _SMALL = 64
 _CALLS = 200
 _ROUNDS = 5
+_BODIES = 16
+_BURST = 4
+"""Bodies that are sent at once."""
+_BURSTS = 24
+_MESSAGES = 200
+"""Small messages of a round."""
+_PATIENCE_S = 10.0
+_WORKER, _SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
 
 Segment = tuple[int, int, torch.Tensor]
 """What a server updates: its key, the number of the parameter, and the value."""
@@ -156,21 +165,13 @@ def _buckets(parts: ModelParts, trained: int) -> Iterator[list[Segment]]:
             ]
 
 
-_BUCKETS, _BUCKET = 16, 1 << 18
-"""Bodies of 1 MiB, as most messages of a job have."""
-_BURST = 4
-"""Bodies that are sent at once."""
-_SMALL = 200
-_ROUNDS = 5
-_BURSTS = 24
-_PATIENCE_S = 10.0
-_WORKER, _SERVER = Address(Role.WORKER, 0, 0), Address(Role.SERVER, 0, 0)
+# --- messages ----------------------------------------------------------------------------------------------------
 
 
 def _buffer(transport: Transport) -> torch.Tensor:
     if isinstance(transport, SharedMemoryTransport):
-        return transport.memory.allocate(_BUCKETS * _BUCKET, torch.float32).view(_BUCKETS, _BUCKET)
-    return torch.zeros(_BUCKETS, _BUCKET)
+        return transport.memory.allocate(_BODIES * _BUCKET, torch.float32).view(_BODIES, _BUCKET)
+    return torch.zeros(_BODIES, _BUCKET)
 
 
 def _body(bucket: int, buffer: torch.Tensor) -> Push:
@@ -234,10 +235,10 @@ class Asking(_Process):
 
     def measure(self) -> ProbedTransport:
         """Time small messages and bodies, each there and back."""
-        for _ in range(_SMALL):
+        for _ in range(_MESSAGES):
             self._ask()
-        rounds = [self._spent(lambda: [self._ask() for _ in range(1, _SMALL)]) for _ in range(_ROUNDS)]
-        wall, mine, theirs = (min(each) / _SMALL for each in zip(*rounds, strict=True))
+        rounds = [self._spent(lambda: [self._ask() for _ in range(1, _MESSAGES)]) for _ in range(_ROUNDS)]
+        wall, mine, theirs = (min(each) / _MESSAGES for each in zip(*rounds, strict=True))
         bursts = [sum(self._spent(partial(self._exchange, number))[1:]) for number in range(_BURSTS)]
         # Each side of a message and its answer sends one and receives one. Other work of a process meanwhile, such as
         # going back to sleep, delays nothing: all of it is no longer than the clock says.
@@ -257,7 +258,7 @@ class Asking(_Process):
         self._came.clear()
         self._missing = _BURST
         for number in range(burst * _BURST, (burst + 1) * _BURST):
-            self.transport.send(_WORKER, _SERVER, _body(number % _BUCKETS, self._bodies))
+            self.transport.send(_WORKER, _SERVER, _body(number % _BODIES, self._bodies))
         self._wait()
 
 
