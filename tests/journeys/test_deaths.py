@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_runner import DOWNPOUR, SANDBLASTER, JobRunner
+from job_runner import ALLREDUCE, DOWNPOUR, SANDBLASTER, JobRunner
 
 pytestmark = pytest.mark.journey
 
@@ -166,3 +166,21 @@ def test_a_group_with_gradients_that_are_not_finite_is_put_into_quarantine_and_t
     (incident,) = ended.report["incidents"]
     assert "the gradient of cells that worker 1/0 pushed is not finite in 3 steps in a row" in incident["what"]
     assert [(change["group"], change["what"]) for change in ended.report["groups"]] == [(1, "is in quarantine")]
+
+
+# --- scripts that end their own processes -----------------------------------------------------------------------------
+
+
+def test_after_the_loop_the_result_comes_home(runner: JobRunner) -> None:
+    ended = runner.run(SANDBLASTER, "leaves.py", "exit", "end", extra="reduce: kSum")
+    ended.check_ledger(3)
+    assert ended.report["incidents"] == []
+    assert ended.report["metrics"] == {"trained": 1.0}
+
+
+def test_in_the_middle_of_a_loop_it_is_a_death(runner: JobRunner) -> None:
+    ended = runner.run(ALLREDUCE, "leaves.py", "exec", "middle", str(runner.folder / "mark"), extra="reduce: kSum")
+    ended.check_ledger(3)
+    (incident,) = ended.report["incidents"]
+    assert "ended with exit code 0 before its work was done" in incident["what"]
+    assert "the whole job" in incident["action"]

@@ -1,4 +1,4 @@
-"""The store of a job is wiped while the job runs: a death after that costs a group, as before.
+"""The store of a job is wiped or dies while the job runs: a death after that costs a group, as before.
 
 Each kind of store writes its values again: comm/store/test_maintained_values.py.
 """
@@ -7,15 +7,16 @@ import json
 import os
 import signal
 import subprocess
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis_server
 from folder_wipe import wipe
 from job_runner import DOWNPOUR, Ended, JobRunner
 from killed_jobs import entries
-from unit_hosts import TOKEN, wait
+from unit_hosts import TOKEN, Units, wait
 
 from topotrain.comm.store import open_store
 from topotrain.comm.store.discovery.job_registry import Registry
@@ -57,3 +58,17 @@ def states(url: str) -> list[str]:
     """Of the jobs in a store."""
     with closing(open_store(url)) as store:
         return [record.state for record in Registry(store).list()]
+
+
+def test_redis_is_not_needed_while_a_job_runs(units: Units, tmp_path: Path) -> None:
+    if redis_server.MISSING:
+        pytest.skip(redis_server.MISSING)
+    with ExitStack() as stack:
+        url = stack.enter_context(redis_server.redis_server(tmp_path))
+        job = units.paced("nworkers_per_group: 2 nservers_per_group: 2", 6, hosts=2, store=url)
+        job.begin()
+        stack.close()
+        job.end_well()
+    job.check_ledger(6)
+    assert not any("Traceback" in said for said in job.said.values()), job.said  # of a thread whose store was closed
+    assert not any("the end of the other units is unknown" in said for said in job.said.values())
