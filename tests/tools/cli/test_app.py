@@ -570,14 +570,6 @@ def test_compare_without_matplotlib_is_the_table_only(
 # ---- docs ------------------------------------------------------------------------------------------------------------
 
 
-def test_commands_in_the_reference_parse() -> None:
-    shown = [shlex.split(line)[1:] for line in DOCS.read_text().splitlines() if line.startswith("topotrain ")]
-    assert {words[0] for words in shown} >= set(commands())
-    for words in shown:
-        if words[0] in commands():
-            commands()[words[0]].make_context(words[0], words[1:])
-
-
 def test_the_launcher_is_told_which_step_to_profile(ask: Ask, here: Path, launcher: Launcher) -> None:
     for options, step in (("", 0), ("--profile", 10), ("--profile-step 25", 25), ("--profile-step=1", 1)):
         launcher.profiles.clear()
@@ -592,8 +584,13 @@ def test_a_job_of_a_store_is_no_folder(ask: Ask, here: Path, monkeypatch: pytest
     assert "a job of the store is --job night7\n" in ask("jobs", "stop", "night7")[2]
 
 
-def test_the_reference_names_every_option_and_no_other() -> None:
+def test_the_reference_names_every_option_and_no_other_and_its_commands_parse() -> None:
     text = with_tables(DOCS.read_text())
+    shown = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("topotrain ")]
+    assert {words[0] for words in shown} >= set(commands())
+    for words in shown:
+        if words[0] in commands():
+            commands()[words[0]].make_context(words[0], words[1:])
     for name, command in commands().items():
         section = text.split(f"## `topotrain {name}`")[1].split("\n## ")[0]
         table = dict(re.findall(r"^\| `(--?[\w-]+).*?` \| (.+) \|$", section, re.M))

@@ -10,24 +10,15 @@ from process_pool import client
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.config.topology import layout
-from topotrain.tools.cli.app import main
 from topotrain.tools.starter_job import CLUSTERS, JOB_NAME, SCRIPT_NAME
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def ask(capsys, monkeypatch, tmp_path):
-    """Runs the command in an empty folder: (exit code, stdout, stderr)."""
+@pytest.fixture(autouse=True)
+def here(monkeypatch, tmp_path):
+    """An empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        printed = capsys.readouterr()
-        return left.value.code, printed.out, printed.err
-
-    return run
 
 
 def test_the_job_file_is_of_the_named_framework(ask, tmp_path):
@@ -56,26 +47,27 @@ def test_an_unknown_framework_and_a_folder_that_is_a_file_are_refused(ask, tmp_p
     assert os.listdir() == ["taken"]
 
 
-def test_no_file_is_overwritten(ask, tmp_path):
-    for name in (JOB_NAME, SCRIPT_NAME):
-        (tmp_path / name).write_text("mine")
-        code, _, err = ask("init")
-        assert code == 2 and name in err and "not overwritten" in err
-        assert os.listdir() == [name] and (tmp_path / name).read_text() == "mine"
-        (tmp_path / name).unlink()
-    (tmp_path / SCRIPT_NAME).symlink_to(tmp_path / "gone.py")
-    assert ask("init")[0] == 2
-    assert os.listdir() == [SCRIPT_NAME]
-
-
-def test_the_commands_to_give_next(ask):
+def test_the_commands_to_give_next_and_no_file_is_overwritten(ask, tmp_path):
     code, out, _ = ask("init", "a b", "--json")
     made = json.loads(out)
     assert (code, made["files"]) == (0, [f"a b/{JOB_NAME}", f"a b/{SCRIPT_NAME}"])
     assert made["commands"][:2] == ["cd 'a b'", f"topotrain plan {JOB_NAME}"]
+    (tmp_path / "here").mkdir()
+    os.chdir(tmp_path / "here")
     code, out, _ = ask("init")
-    assert (code, "cd " in out) == (0, False)
-    assert f"topotrain run {JOB_NAME}" in out
+    assert (code, "cd " in out) == (0, False) and f"topotrain run {JOB_NAME}" in out
+    assert sorted(os.listdir()) == [JOB_NAME, SCRIPT_NAME]
+    for name in os.listdir():
+        os.unlink(name)
+    for name in (JOB_NAME, SCRIPT_NAME):
+        Path(name).write_text("mine")
+        code, _, err = ask("init")
+        assert code == 2 and name in err and "not overwritten" in err
+        assert os.listdir() == [name] and Path(name).read_text() == "mine"
+        Path(name).unlink()
+    Path(SCRIPT_NAME).symlink_to(tmp_path / "gone.py")
+    assert ask("init")[0] == 2
+    assert os.listdir() == [SCRIPT_NAME]
 
 
 @pytest.mark.journey
