@@ -36,7 +36,7 @@ from sim_disks import passes_of
 from sim_processes import Killed, PeerSender, SimPeers, WorkerProcess
 from torch import nn
 
-from topotrain.config.job import Job
+from topotrain.config.job import ChangeMethod, Job, LRGen, Updater, UpdaterType
 from topotrain.config.sharding import Parameter, SliceMap
 from topotrain.config.topology import Address, Role
 from topotrain.core import protocol as m
@@ -54,6 +54,10 @@ from topotrain.training.worker import Worker
 
 FRAGMENTS = 4
 """The number of parameters of the model. With more fragments there are 8."""
+
+
+OUTER = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
+"""The outer optimizer adds what it gets."""
 
 
 def trains_alone(job: Job) -> bool:

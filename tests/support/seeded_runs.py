@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from batch_counts import BatchCounts
 from fault_schedule import (
@@ -31,76 +30,58 @@ from fault_schedule import (
     draw_pairs,
 )
 from fault_trial import Trial
-from island_trial import FRAGMENTS, IslandTrial, trains_alone
+from island_trial import FRAGMENTS, OUTER, IslandTrial, trains_alone
+from simulation import job
 
 from topotrain.config.job import (
     Agreement,
     Apply,
-    ChangeMethod,
     Cluster,
     Compression,
     ConfigError,
     Grads,
     Job,
     Keep,
-    LRGen,
     Merge,
     Pull,
     Reduce,
-    Updater,
-    UpdaterType,
     Weigh,
 )
 from topotrain.config.topology import Address, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.elastic.eligibility import leave_refusal, refusal, singly
 
-
-def _job(groups: int, workers: int, shards: int, warmup: int = 0, **cluster: Any) -> Job:
-    block = Cluster(
-        nworker_groups=groups,
-        nworkers_per_group=workers,
-        nservers_per_group=shards,
-        server_worker_separate=True,
-        **cluster,
-    )
-    # Workers with backups commit without the others, so they cannot see the group's mean.
-    grads, own = (Grads.kHidden, True) if block.backup else (Grads.kVisible, False)
-    return Job(reduce=Reduce.kSum, cluster=block, warmup_steps=warmup, grads=grads, per_worker_batch=own)
-
-
-_OUTER = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
-
 LAYOUTS: Mapping[str, Job] = {
-    "downpour": _job(3, 1, 1),
-    "downpour of pairs": _job(2, 2, 2),
-    "downpour on three shards": _job(3, 1, 3),
-    "sandblaster": _job(1, 2, 2),
-    "sandblaster of three": _job(1, 3, 3),
-    "hogwild": _job(2, 1, 2, nserver_groups=2),
-    "hogwild of pairs": _job(4, 2, 1, nserver_groups=2),
-    "bounded": _job(3, 1, 2, max_staleness=1),
-    "in step": _job(2, 2, 2, max_staleness=0),
-    "warming up": _job(3, 1, 2, warmup=3),
-    "encoded": _job(2, 2, 2, compression=Compression.kFp16),
-    "backup workers": _job(1, 3, 2, backup=1),
-    "hogwild of three": _job(3, 1, 1, nserver_groups=3, sync_freq=2),
-    "outer optimizer": _job(3, 1, 2, outer=_OUTER),
-    "quorum": _job(4, 1, 2, outer=_OUTER, quorum=2),
-    "ring average": _job(3, 1, 2, nserver_groups=3, agreement=Agreement.kRingAverage),
-    "elastic averaging": _job(3, 1, 2, nserver_groups=3, sync_freq=2, agreement=Agreement.kElastic, moving_rate=0.25),
-    "gossip": _job(4, 1, 1, nserver_groups=4, sync_freq=2, agreement=Agreement.kGossip),
-    "islands": _job(4, 1, 2, outer=_OUTER, quorum=1, sync_freq=4, fragments=2),
-    "islands in step": _job(3, 1, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
-    "islands of a quorum": _job(4, 1, 2, outer=_OUTER, quorum=2, sync_freq=3),
-    "islands that wait": _job(3, 1, 2, outer=_OUTER, sync_freq=3, overlap=2),
-    "islands of pairs": _job(3, 2, 2, outer=_OUTER, quorum=1, sync_freq=4, fragments=2),
-    "islands of pairs in step": _job(3, 2, 2, outer=_OUTER, sync_freq=4, fragments=2, overlap=1),
-    "islands of pairs that wait": _job(2, 2, 2, outer=_OUTER, sync_freq=3, overlap=2),
-    "islands of three": _job(3, 3, 1, outer=_OUTER, quorum=2, sync_freq=3),
+    "downpour": job(3, 1, 1),
+    "downpour of pairs": job(2, 2, 2),
+    "downpour on three shards": job(3, 1, 3),
+    "sandblaster": job(1, 2, 2),
+    "sandblaster of three": job(1, 3, 3),
+    "hogwild": job(2, 1, 2, nserver_groups=2),
+    "hogwild of pairs": job(4, 2, 1, nserver_groups=2),
+    "bounded": job(3, 1, 2, max_staleness=1),
+    "in step": job(2, 2, 2, max_staleness=0),
+    "warming up": job(3, 1, 2, warmup_steps=3),
+    "encoded": job(2, 2, 2, compression=Compression.kFp16),
+    # Workers with backups commit without the others, so they cannot see the group's mean.
+    "backup workers": job(1, 3, 2, backup=1, grads=Grads.kHidden, per_worker_batch=True),
+    "hogwild of three": job(3, 1, 1, nserver_groups=3, sync_freq=2),
+    "outer optimizer": job(3, 1, 2, outer=OUTER),
+    "quorum": job(4, 1, 2, outer=OUTER, quorum=2),
+    "ring average": job(3, 1, 2, nserver_groups=3, agreement=Agreement.kRingAverage),
+    "elastic averaging": job(3, 1, 2, nserver_groups=3, sync_freq=2, agreement=Agreement.kElastic, moving_rate=0.25),
+    "gossip": job(4, 1, 1, nserver_groups=4, sync_freq=2, agreement=Agreement.kGossip),
+    "islands": job(4, 1, 2, outer=OUTER, quorum=1, sync_freq=4, fragments=2),
+    "islands in step": job(3, 1, 2, outer=OUTER, sync_freq=4, fragments=2, overlap=1),
+    "islands of a quorum": job(4, 1, 2, outer=OUTER, quorum=2, sync_freq=3),
+    "islands that wait": job(3, 1, 2, outer=OUTER, sync_freq=3, overlap=2),
+    "islands of pairs": job(3, 2, 2, outer=OUTER, quorum=1, sync_freq=4, fragments=2),
+    "islands of pairs in step": job(3, 2, 2, outer=OUTER, sync_freq=4, fragments=2, overlap=1),
+    "islands of pairs that wait": job(2, 2, 2, outer=OUTER, sync_freq=3, overlap=2),
+    "islands of three": job(3, 3, 1, outer=OUTER, quorum=2, sync_freq=3),
     # With a bound the servers restart a group by themselves, and do not wait for the launcher.
-    "two with a bound": _job(1, 2, 2, max_staleness=1),
-    "three with a bound": _job(1, 3, 3, max_staleness=1),
+    "two with a bound": job(1, 2, 2, max_staleness=1),
+    "three with a bound": job(1, 3, 3, max_staleness=1),
 }
 """Small layouts of every framework that has servers, by name."""
 
@@ -148,7 +129,7 @@ def _counting(cluster: Cluster) -> Cluster:
     """Return the block with rules by which each step of a worker counts as 1."""
     fragments = next(n for n in range(FRAGMENTS, 0, -1) if n <= cluster.fragments and not cluster.sync_freq % n)
     return replace(
-        cluster, outer=_OUTER, weigh=Weigh.kSamples, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
+        cluster, outer=OUTER, weigh=Weigh.kSamples, keep=Keep.kAdd, blend=0.5, merge=Merge.kMean, fragments=fragments
     )
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import island_trial
 import torch
 from fault_schedule import Fault, FaultSchedule
+from island_trial import OUTER
+from simulation import job
 
-from topotrain.config.job import ChangeMethod, Cluster, Job, LRGen, Reduce, Updater, UpdaterType
+from topotrain.config.job import Job
 from topotrain.config.topology import Address
 from topotrain.core import protocol as m
 
@@ -96,7 +98,4 @@ class IslandTrial(island_trial.IslandTrial):
 
 def islands(groups: int, sync_freq: int, fragments: int = 1, **cluster: Any) -> Job:
     """A job of so many groups of one worker, the steps of which are added."""
-    outer = Updater(type=UpdaterType.kSGD, learning_rate=LRGen(type=ChangeMethod.kFixed, base_lr=1.0))
-    apart = {"server_worker_separate": True, "nservers_per_group": 2, "outer": outer}
-    block = Cluster(nworker_groups=groups, sync_freq=sync_freq, fragments=fragments, **(apart | cluster))
-    return Job(reduce=Reduce.kSum, cluster=block)
+    return job(groups, 1, 2, sync_freq=sync_freq, fragments=fragments, outer=OUTER, **cluster)
