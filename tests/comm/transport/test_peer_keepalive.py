@@ -15,47 +15,44 @@ from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.core.protocol import Fetch, Push
 
 
-def looked(lease_s: float, *looks: tuple[float, KernelSignals]) -> list[bool]:
-    lease = SilenceTimer(lease_s, 0.0)
-    return [lease.update(signs, now) for now, signs in looks]
-
-
 def silent(since: float, now: float, **asked: int) -> tuple[float, KernelSignals]:
     return now, KernelSignals(now - since, **asked)
 
 
-def test_silence_for_the_lease_after_two_questions_is_the_end():
-    looks = [silent(0.4, now, again=int(2 * now), tries=int(2 * now)) for now in (0.5, 1.0, 1.5, 2.0, 2.5)]
-    assert looked(2.0, *looks) == [False, False, False, False, True]
+HEARD = KernelSignals(0.1, again=40, tries=7)
+STOPPED = (silent(0.4, 0.5, again=5, tries=5), silent(0.4, 100.0, again=5, tries=5))
+MEANWHILE = (STOPPED[0], (100.0, KernelSignals(60.0, again=5)))
+LOOKS = {
+    "silence for the lease, after two questions": (
+        [silent(0.4, now, again=int(2 * now), tries=int(2 * now)) for now in (0.5, 1.0, 1.5, 2.0, 2.5)],
+        "....x",
+    ),
+    "one question in vain": ([silent(0.0, now / 2, again=1, tries=1) for now in range(1, 20)], "." * 19),
+    # The peer does not read: the kernel asks at growing intervals, and each question was answered.
+    "a closed window": ([silent(1.0, now / 2) for now in range(2, 200)], "." * 198),
+    "a closed window, and two questions in vain": (
+        [silent(1.0, now, probes=2) for now in (1.5, 2.0, 2.5, 3.0)],
+        "...x",
+    ),
+    "questions before the last answer": (
+        [(0.5, HEARD), *((0.5 + now / 2, replace(HEARD, silent_s=0.1 + now / 2)) for now in range(1, 20))],
+        "." * 20,
+    ),
+    # A process that was stopped gives the others time.
+    "silence after a stop": ([*STOPPED, *(silent(0.4, now, again=9, tries=9) for now in (100.5, 101.0))], "...x"),
+    "an answer after a stop": ([*STOPPED, (100.5, KernelSignals(0.3))], "..."),
+    "silence during a stop": (
+        [*MEANWHILE, *((now, KernelSignals(now - 40.0, again=9)) for now in (100.5, 101.0, 101.5))],
+        "...xx",
+    ),
+}
 
 
-def test_one_question_in_vain_is_not_enough():
-    assert not any(looked(2.0, *(silent(0.0, now / 2, again=1, tries=1) for now in range(1, 20))))
-
-
-def test_a_closed_window_is_asked_after_seldom_and_that_is_no_silence():
-    """The peer does not read: the kernel asks at growing intervals, and each question was answered."""
-    assert not any(looked(2.0, *(silent(1.0, now / 2) for now in range(2, 200))))
-    assert looked(2.0, *(silent(1.0, now, probes=2) for now in (1.5, 2.0, 2.5, 3.0))) == [False, False, False, True]
-
-
-def test_what_was_asked_before_the_last_answer_does_not_count():
-    heard = KernelSignals(0.1, again=40, tries=7)
-    later = [(0.5 + now / 2, replace(heard, silent_s=0.1 + now / 2)) for now in range(1, 20)]
-    assert not any(looked(2.0, (0.5, heard), *later))
-
-
-def test_whoever_was_stopped_gives_the_others_time():
-    before, after = silent(0.4, 0.5, again=5, tries=5), silent(0.4, 100.0, again=5, tries=5)
-    later = [silent(0.4, now, again=9, tries=9) for now in (100.5, 101.0)]
-    assert looked(2.0, before, after, *later) == [False, False, False, True]
-    assert looked(2.0, before, after, (100.5, KernelSignals(0.3))) == [False, False, False]
-    meanwhile = [
-        (100.0, KernelSignals(60.0, again=5)),
-        (100.5, KernelSignals(60.5, again=9)),
-        (101.0, KernelSignals(61.0, again=9)),
-    ]
-    assert looked(2.0, before, *meanwhile, (101.5, KernelSignals(61.5, again=9)))[1:] == [False, False, True, True]
+@pytest.mark.parametrize("name", LOOKS)
+def test_who_is_silent_for_the_lease_and_has_left_two_questions_unanswered_is_gone(name: str) -> None:
+    looks, expected = LOOKS[name]
+    lease = SilenceTimer(2.0, 0.0)
+    assert ["x" if lease.update(signs, now) else "." for now, signs in looks] == [*expected]
 
 
 # --- real connections ----------------------------------------------------------------------------------------------

@@ -53,6 +53,18 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3)
+        self.fc = nn.Linear(36, 5)
+
+    def forward(self, x):
+        x = f.max_pool2d(f.relu(self.norm(self.conv(x))), 2)
+        x = x.view(x.size(0), -1)
+        return self.fc(f.dropout(self.drop(x), 0.1, training=self.training))
+
+
 def test_by_features():
     made = cut(mlp(), torch.randn(4, 6), blocks=[Block("^[02]$", 1)])
     assert layouts(made) == {
@@ -64,6 +76,10 @@ def test_by_features():
         "_4": BATCH,
     }
     assert moves(made) == [("input_1", BATCH, WHOLE), ("_1", features(1), WHOLE), ("_3", features(1), BATCH)]
+    made = cut(Cnn(), torch.randn(4, 3, 8, 8), blocks=[Block("conv|norm|fc", 1)])
+    by_features = [step.name for step in made.steps if step.layout == features(1)]
+    assert by_features == ["conv", "norm", "relu", "max_pool2d", "fc"]
+    assert [step.name for step in made.steps if step.random] == ["drop", "dropout"]
 
 
 def test_a_value_travels_once_to_each_layout():
@@ -79,18 +95,6 @@ def test_a_value_travels_once_to_each_layout():
     assert [move for move in moves(made) if move[0] == "x"] == [("x", BATCH, at(1))]
     refs = [step.args[0] for step in made.steps if step.kind is StepKind.MODULE]
     assert refs == [ResultRef(0, 0)] * 3 + [ResultRef(0)]
-
-
-class Cnn(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.drop = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.3)
-        self.fc = nn.Linear(36, 5)
-
-    def forward(self, x):
-        x = f.max_pool2d(f.relu(self.norm(self.conv(x))), 2)
-        x = x.view(x.size(0), -1)
-        return self.fc(f.dropout(self.drop(x), 0.1, training=self.training))
 
 
 def test_nothing_is_allocated_and_parts_may_be_missing():
