@@ -617,7 +617,7 @@ def test_sigterm_to_any_unit_ends_all_after_a_last_snapshot(units):
 
 @pytest.mark.journey
 def test_a_unit_that_vanishes_with_the_store_is_named(units, monkeypatch):
-    """One notices it by a lost peer, one by the store's silence. (Of another one: journeys/test_hosts.py.)"""
+    """One notices it by a lost peer, one by the store's silence."""
     monkeypatch.setenv("TOPOTRAIN_TEST_HASTY", "1")
     url = f"tcp://127.0.0.1:{free_port()}?job=play"
     args = parts(worker_0_0="stay", worker_0_1="stay", worker_0_2="witness", server_0_0="stay")
