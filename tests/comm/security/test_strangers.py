@@ -8,10 +8,8 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
-from queue import Queue
 
 import pytest
 from random_frames import SEED, FrameGenerator, share
@@ -26,50 +24,29 @@ OTHER = Address(Role.SERVER, 0, 1)
 US = identity(generation=3, incarnation=5)
 
 
-@dataclass
-class Acceptor:
-    """Answers connections on a thread of its own; `results` has a peer, or the reason why it is none."""
+def accepted(connect_and_speak: Callable[[socket.socket], object]) -> Peer | TransportError:
+    """Let a peer connect and hang up; return it as the acceptor knows it, or the reason why it is none."""
+    a, b = socket.socketpair()
+    heard: list[Peer | TransportError] = []
 
-    queue: "Queue[socket.socket | None]" = field(default_factory=Queue)
-    results: "Queue[Peer | TransportError]" = field(default_factory=Queue)
+    def hear() -> None:
+        with closing(b), suppress(OSError):  # the peer does not wait for its welcome
+            try:
+                peer, welcome = answer(b, US, {SERVER}, 5)
+                heard.append(peer)
+                b.sendall(welcome)
+            except TransportError as error:
+                heard.append(error)
 
-    def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._hear)
-        self.thread.start()
-
-    def _hear(self) -> None:
-        while (sock := self.queue.get()) is not None:
-            with closing(sock):
-                try:
-                    peer, welcome = answer(sock, US, {SERVER}, 5)
-                    sock.sendall(welcome)
-                    self.results.put(peer)
-                except TransportError as error:
-                    self.results.put(error)
-                except OSError:  # the peer does not wait for its welcome
-                    self.results.put(peer)
-
-    def accept(self, connect_and_speak: Callable[[socket.socket], object]) -> Peer | TransportError:
-        """Let a peer connect and hang up; return what the acceptor made of it."""
-        a, b = socket.socketpair()
-        self.queue.put(b)
-        with closing(a):
-            with suppress(TransportError, OSError):
-                connect_and_speak(a)
-            with suppress(OSError):
-                a.shutdown(socket.SHUT_RDWR)
-        return self.results.get(timeout=20)
-
-    def close(self) -> None:
-        self.queue.put(None)
-        self.thread.join()
-
-
-@pytest.fixture
-def acceptor() -> Iterator[Acceptor]:
-    opened = Acceptor()
-    yield opened
-    opened.close()
+    thread = threading.Thread(target=hear)
+    thread.start()
+    with closing(a):
+        with suppress(TransportError, OSError):
+            connect_and_speak(a)
+        with suppress(OSError):
+            a.shutdown(socket.SHUT_RDWR)
+    thread.join(20)
+    return heard[0]
 
 
 def member(sock: socket.socket) -> None:
@@ -149,30 +126,29 @@ STRANGERS = (
 TAPES: list[list[bytes]] = []
 
 
-def recorded(sock: socket.socket, tapes: list[Tap]) -> None:
-    tapes.append(Tap(sock))
-    dial(tapes[0], US, WORKER, SERVER, 5)
-
-
 @pytest.fixture(autouse=True)
-def tapes(acceptor: Acceptor) -> None:
+def tapes() -> None:
     """Handshakes of members, as somebody on the way has recorded them."""
+
+    def recorded(sock: socket.socket) -> None:
+        tap = Tap(sock)
+        dial(tap, US, WORKER, SERVER, 5)
+        TAPES.append(tap.said)
+
     for _ in range(5):
-        tapes: list[Tap] = []
-        assert isinstance(acceptor.accept(lambda sock, tapes=tapes: recorded(sock, tapes)), Peer)
-        TAPES.append(tapes[0].said)
+        assert isinstance(accepted(recorded), Peer)
 
 
-def test_no_stranger_is_let_in(acceptor: Acceptor) -> None:
+def test_no_stranger_is_let_in() -> None:
     rng, turned_away = FrameGenerator(SEED), Counter[str]()
     count = share(0.05)
     for number in range(count):
         kind = STRANGERS[number % len(STRANGERS)]
-        heard = acceptor.accept(kind(rng))
+        heard = accepted(kind(rng))
         assert not isinstance(heard, Peer), f"seed {SEED}: {kind.__name__} came in as {heard}"
         assert TOKEN.hex() not in str(heard)
         turned_away[heard.code if isinstance(heard, Refused) else "stranger"] += 1
         if number % 50 == 0:
-            assert isinstance(acceptor.accept(member), Peer)
+            assert isinstance(accepted(member), Peer)
     print(f"seed {SEED}: {count} strangers, 0 admitted, {dict(turned_away)}")
     assert turned_away["AUTH"]
