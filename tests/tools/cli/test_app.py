@@ -426,6 +426,8 @@ REFUSED = (
     ("watch tcp://h:1 --host 127.0.0.1", "--host: tcp://h:1 is a store"),
     ("watch w --once --port 0", "--port: --once prints the state of one job"),
     ("watch w --json", "--json: it needs --once"),
+    ("watch nowhere --html x.html", "WORKSPACE = 'nowhere': there is no such folder"),
+    ("watch w --html x --port 1", "--port: --html writes a file, and serves no page"),
     ("doctor --hosts a", "--set, --rendezvous and --hosts are about a job: give its JOB.conf"),
     ("jobs list work", "work: is no URL of a store"),
     *(

@@ -113,7 +113,9 @@ def run(*words: str) -> int:
     return caught.value.code
 
 
-def test_the_command_writes_the_file_with_the_last_lines_of_each_log(workspace: Path, tmp_path: Path) -> None:
+def test_the_command_writes_the_file_with_the_last_lines_of_each_log(
+    workspace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "page.html"
     shutil.copytree(workspace, tmp_path / "sweep" / "two")
     (workspace / "logs").mkdir()
@@ -122,14 +124,5 @@ def test_the_command_writes_the_file_with_the_last_lines_of_each_log(workspace: 
     scripts = {attributes.get("id"): text for attributes, text in Elements(file.read_text("utf-8")).all("script")}
     assert [each["name"] for each in json.loads(scripts["data-runs"])] == ["job", "sweep/two"]
     assert json.loads(scripts["data-logs"]) == {"worker 0/1": "\n".join(f"line {n}" for n in range(950, 1000))}
-
-
-def test_bad_input_is_one_line(workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, said in (
-        ("nowhere --html x.html", "WORKSPACE = 'nowhere': there is no such folder"),
-        (f"{workspace} --html x --port 1", "--port: --html writes a file, and serves no page"),
-        (f"{workspace} --html /proc/x.html", "--html /proc/x.html: cannot be written"),
-    ):
-        assert run("watch", *words.split()) == 2
-        err = capsys.readouterr().err
-        assert said in err and err.count("\n") == 1
+    assert run("watch", str(workspace), "--html", "/proc/x.html") == 2
+    assert "--html /proc/x.html: cannot be written" in capsys.readouterr().err
