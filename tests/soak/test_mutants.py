@@ -14,6 +14,13 @@ def test_each_mutant_can_be_made() -> None:
     mutants = list(read(RULES.read_text()))
     outdated = [each.rule for each in mutants if (ROOT / each.file).read_text().count(each.old) != 1]
     assert mutants and not outdated, "the source has other lines now: give each mutant the new ones"
+    assert not [test for each in mutants for test in each.tests if ".py" in test and not is_there(test)]
+
+
+def is_there(test: str) -> bool:
+    """Whether an argument of pytest names a file, and a function of it."""
+    file, _, function = test.partition("::")
+    return (ROOT / file).exists() and f"def {function.partition('[')[0]}" in (ROOT / file).read_text()
 
 
 @pytest.mark.journey
