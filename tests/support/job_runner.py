@@ -75,7 +75,7 @@ class JobRunner:
     ) -> Ended:
         """Run a job to its end; its exit code must be `code`. `options` are those of `topotrain run`."""
         command = self.command(cluster, program, *args, extra=extra, name=name, options=options)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=self.folder)
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         report = self.folder / f"{name}.json"
         found = json.loads(report.read_text()) if report.exists() else {}

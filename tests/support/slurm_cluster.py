@@ -96,7 +96,7 @@ class Sandbox:
         everything = {**os.environ, **self.environ, **(environ or {})}
         # nsenter would go to the first process's folder, that of the whole sandbox
         words = self.words(["env", f"--chdir={cwd or self.folder}", *command])
-        return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=120)
+        return subprocess.run(words, env=everything, capture_output=True, text=True, timeout=300)
 
     @contextmanager
     def started(self, *command: str, cwd: Path) -> Iterator["Started"]:
