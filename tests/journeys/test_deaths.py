@@ -106,11 +106,12 @@ def test_every_sample_counts_once(runner: JobRunner, death: Death) -> None:
     ended = runner.run(death.cluster, "mortal.py", *words, extra=f"{SUM} {death.extra}")
     ended.check_ledger(3)
     assert ended.report["samples"] == 96 * 3
-    incident = ended.report["incidents"][-1]
-    assert incident["who"] == death.words[0] and death.action in incident["action"], incident
-    assert ("was frozen for 2 s and was ended" if "freeze" in words else "was killed by SIGKILL") in incident["what"]
-    assert incident["what"] in ended.err
-    assert "starts again" not in death.action or 0 < incident["waited_s"] < 20
+    # Where a server ends beside the death, its group may start again alone and find it gone: then the whole job does.
+    first, last = ended.report["incidents"][0], ended.report["incidents"][-1]
+    assert first["who"] == last["who"] == death.words[0] and death.action in last["action"], (first, last)
+    assert ("was frozen for 2 s and was ended" if "freeze" in words else "was killed by SIGKILL") in first["what"]
+    assert first["what"] in ended.err
+    assert "starts again" not in death.action or 0 < last["waited_s"] < 20
     starts = [len(path.read_text()) for path in sorted(Path(runner.folder, "job").glob("starts-*"))]
     assert not death.starts or starts == list(death.starts)
     assert death.is_right(ended.report)
