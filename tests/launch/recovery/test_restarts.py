@@ -117,7 +117,7 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
         if isinstance(event, Notice) and event.text.startswith("resumed"):
             counts.append(len(os.listdir("/proc/self/fd")))
             tokens.append((tmp_path / "run" / "token").read_bytes())
-            forkservers.add(next(pid for pid in marked(mark) if b"launch.agent.forkserver" in command(pid)))
+            forkservers.add(forkserver(mark))
             if len(counts) == 2:  # now the job has snapshots of its own
                 snapshots.rename(tmp_path / "aside")
                 snapshots.mkdir()
@@ -144,8 +144,16 @@ def test_the_whole_job_starts_again_with_its_server_and_leaves_nothing_open(tmp_
     assert {entry["exit"] for entry in processes(tmp_path) if entry["roles"] != ["launcher"]} == {0}
 
 
-def command(pid):
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+def forkserver(mark):
+    """The pid of the launcher's forkserver. Its forks have the same command line, and after a wrap lower pids."""
+    ours = f"PPid:\t{os.getpid()}\n"
+    own = [each for each in marked(mark) if ours.encode() in of(each, "status")]
+    (pid,) = [each for each in own if b"launch.agent.forkserver" in of(each, "cmdline")]
+    return pid
+
+
+def of(pid, name):
+    return Path("/proc", str(pid), name).read_bytes()
 
 
 def test_a_signal_during_a_restart_ends_the_job(tmp_path, mark):
