@@ -149,12 +149,8 @@ def test_a_job_that_comes_to_its_end_meanwhile_has_ended_well(tmp_path, mark, de
 
 
 def test_the_first_cause_ends_the_job(tmp_path, mark):
-    def hear(event):
-        if isinstance(event, Failed) and event.kind == "peer":
-            (tmp_path / "run" / "peer-was-heard").touch()
-
     roles = parts(worker_0_1="killed", worker_0_0="lost peer", server_0_0="lost peer")
-    outcome, _ = launch(tmp_path, roles, hear)
+    outcome, _ = launch(tmp_path, roles)
     assert outcome.code == 1
     assert (outcome.cause.who, outcome.cause.kind) == ("worker 0/1", "died")
     assert outcome.seconds < 50
