@@ -73,7 +73,8 @@ DEATHS = {
         is_right=lambda report: report["bytes_out"] > report["bytes_link"],
     ),
     "a group that may not start again": Death(
-        *(f"nworker_groups: 2 {APART}", ("worker 1/0", "1", "5"), "the job goes on without group 1", "restarts: 0"),
+        *(f"nworker_groups: 2 {APART}", ("worker 1/0", "1", "5", "hold")),
+        *("the job goes on without group 1", "restarts: 0"),
         is_right=lambda report: [change["what"] for change in report["groups"]] == ["is given up"],
     ),
     # Of its last steps the worker has told none. The others wait for the round, and train on. An epoch has 8 steps of
@@ -94,7 +95,7 @@ DEATHS = {
     # The second copy has the windows that were open, but not the timer that would have ended them.
     "a coordinator": Death(
         f"{ISLANDS} sync_freq: 5 quorum: 2 transport: kTcp {MEAN} replicas: 2 compression: kFp16",
-        *(("server 0/0", "1", "3"), "second copy"),
+        *(("server 0/0", "1", "6", "hold"), "second copy"),
         is_right=lambda report: report["rounds"]["count"] > 0,
     ),
 }

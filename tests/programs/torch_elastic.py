@@ -4,7 +4,6 @@ Plain PyTorch: topotrain is only behind `torchrun --rdzv-backend=redis`. The fir
 """
 
 import argparse
-import gc
 import os
 import signal
 from pathlib import Path
@@ -48,5 +47,6 @@ for step in range(first, options.steps):
         torch.save(state, saved.with_suffix(".new"))
         saved.with_suffix(".new").rename(saved)
 distributed.destroy_process_group()
-del parallel
-gc.collect()  # the last hold on the process group: Gloo's threads can abort a Python that ends before them
+# Without Python's own end: the reducer of DistributedDataParallel would hold the interpreter's lock while it joins a
+# thread of Gloo that may wait for this lock.
+os._exit(0)

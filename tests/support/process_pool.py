@@ -34,21 +34,32 @@ import unpickle_audit
 PRELOAD = (
     "torch",
     "torch._dynamo",
-    "topotrain.launch.runtime.entry_points",
+    "encodings.idna",
+    "sklearn.datasets",
+    "sklearn.model_selection",
+    "torch.profiler._cupti_monitor",
+    "typer._adapters",
+    "topotrain.comm.store.file_store",
     "topotrain.compat.paddle.init",
     "topotrain.compat.tensorflow.train_api",
-    "topotrain.tools.cli.app",
-    "topotrain.tools.cli.jobs",
-    "topotrain.tools.monitor.job_monitor",
-    "topotrain.tools.monitor.monitored_run",
-    "topotrain.tools.advice.auto_rules",
+    "topotrain.extensions.assignment.assignment_server",
+    "topotrain.extensions.drift.drift_server",
+    "topotrain.extensions.host_sums.host_sum_server",
+    "topotrain.extensions.in_place_recovery.group_members",
+    "topotrain.extensions.tables.table_server",
+    "topotrain.extensions.worker_values.value_server",
     "topotrain.launch.agent.unit_main",
     "topotrain.launch.console_output",
     "topotrain.launch.local",
     "topotrain.launch.multinode.node",
-    "typer._adapters",
-    "sklearn.datasets",
-    "sklearn.model_selection",
+    "topotrain.launch.runtime.entry_points",
+    "topotrain.tools.advice.auto_rules",
+    "topotrain.tools.cli.app",
+    "topotrain.tools.cli.jobs",
+    "topotrain.tools.monitor.job_monitor",
+    "topotrain.tools.monitor.monitored_run",
+    "topotrain.tools.monitor.result_tables",
+    "topotrain.tools.monitor.trace_export",
 )
 THREADS = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}  # so that importing starts none
 MOST_FDS = 64
@@ -116,6 +127,7 @@ class Forked:
             while True:
                 left = None if until is None else until - time.monotonic()
                 if not selector.select(left):
+                    print(said.decode(errors="replace"))  # what the error has, and does not show
                     raise subprocess.TimeoutExpired(self.args, timeout or 0, said)
                 more = os.read(self.stdout.fileno(), 65536)
                 if not more:
@@ -320,6 +332,8 @@ def warm_units(warm_at: str) -> None:
 def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> None:
     for module in modules:
         importlib.import_module(module)
+    # What reading a job makes once in each process.
+    importlib.import_module("topotrain.config.job_file").loads('cluster { workspace: "w" }')
     guard_servers()
     warm_units(f"{folder}/warm")
     gc.collect()
