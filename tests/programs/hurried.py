@@ -55,3 +55,5 @@ for _ in tt.epochs(options.epochs):
         optimizer.step()
         if mortal and dead.exists():
             back.touch()
+if mortal:
+    back.touch()  # the others may have read all data by then
