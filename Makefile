@@ -1,7 +1,7 @@
 # Two commands matter: `make run` and `make test`. Both set everything up first, in .venv, and touch nothing outside.
 
 PYTHON ?= python3
-JOBS   ?= 3
+JOBS   ?= 4
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready

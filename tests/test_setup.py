@@ -50,15 +50,16 @@ def test_bytecode_is_there_before_anything_is_imported(name: str) -> None:
 
 
 def test_setup_compiles_and_help_names_the_default_of_jobs() -> None:
-    """In any environment: what make would do says so."""
+    """In any environment, also under `make test JOBS=2`: what make would do says so."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "JOBS")}
     for target, extra in (("setup", "dev"), ("run", "examples")):  # `make run` alone installs no more than that
         words = ["make", "--dry-run", "--always-make", target, "VENV=/nowhere/.venv"]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         (install,) = [line for line in done.stdout.splitlines() if "-e '.[" in line and "echo" not in line]
         assert "--compile-bytecode" in install and f"-e '.[{extra}]'" in install
         assert re.search(r"-m compileall .*\btopotrain\b", done.stdout)
-    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    told = subprocess.run(["make", "help"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60).stdout
     (jobs,) = re.findall(r"^JOBS +\?= (\d+)$", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
     assert f"JOBS={jobs} files at a time" in told
 

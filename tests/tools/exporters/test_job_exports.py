@@ -123,7 +123,9 @@ def test_lines_follow_those_of_an_earlier_start_and_have_workers_that_join(tmp_p
         made = Exported(tmp_path, "jsonl", resumed=resumed, nworkers_per_group=2)
         run(made, [*events(2), step("worker 0/2", 1), Resized(0, 2, 3, 1, 1.0), step("worker 0/2", 2)])
     losses = [line for line in lines(tmp_path / "curves.jsonl") if line["name"] == "loss"]
-    found = [(line["process"], line["step"], line["time"] > began - 0.001) for line in losses if line["process"] != "group 0"]
+    found = [
+        (line["process"], line["step"], line["time"] > began - 0.001) for line in losses if line["process"] != "group 0"
+    ]
     # The recorder has the earlier start in its history, whose curves are written already.
     own = (("worker 0/0", 1), ("worker 0/0", 2), ("worker 0/2", 2))
     assert sorted(found) == [(*point, later) for point in own for later in (False, True)]

@@ -22,6 +22,7 @@ from topotrain.core.events import Connects, Ending, Event, Failed
 from topotrain.extensions.replication.replica_placement import ReplicaPlacement, domains
 from topotrain.launch.agent import forkserver
 from topotrain.launch.agent.pipes import LineReader, LineWriter, OutputReader
+from topotrain.launch.agent.workspace import log_name
 from topotrain.launch.log_lines import LineStamps
 
 MAIN = Address(Role.WORKER, 0, 0)
@@ -236,7 +237,7 @@ def start(client: forkserver.ForkserverClient, unit: UnitConfig, calls: EntryPoi
     control.setblocking(False)
     first = spec.addresses[0]
     serving = first.role is Role.SERVER
-    log = unit.logs / _log_name(unit.unit, first, spec)
+    log = unit.logs / log_name(first, unit.unit, spec.moved)
     log_fd = _open_log(log, unit, spec)
     # Only the main worker's output passes through the unit, which also writes it to the log.
     shown = MAIN in spec.addresses
@@ -280,13 +281,6 @@ def _open_log(log: Path, unit: UnitConfig, spec: ChildSpec) -> int:
             header = f"--- {spec.addresses[0]} starts again: {again} ---\n".encode()
             os.write(fd, LineStamps(str(spec.addresses[0])).stamped(header, time.time()))
     return fd
-
-
-def _log_name(unit: int, first: Address, spec: ChildSpec) -> str:
-    if spec.moved:
-        # The workspace may be shared: the lost unit has a log for the same server.
-        return f"server-{first.group}-{first.index}-in-unit-{unit}.log"
-    return f"servers-unit-{unit}.log" if first.role is Role.SERVER else f"worker-{first.group}-{first.index}.log"
 
 
 def _pipe(child: Child, stream: str) -> int:

@@ -42,6 +42,17 @@ RECORDED, REPLAYED = "recorded", "replayed"
 _WANTED = "wanted"
 
 
+def log_name(who: Address, unit: int, moved: bool = False) -> str:
+    """Return the name in LOGS of the log of a worker, or of a unit's servers.
+
+    moved: the server has moved to this unit from one that is gone.
+    """
+    if who.role is Role.WORKER:
+        return f"worker-{who.group}-{who.index}.log"
+    # The workspace may be shared: the lost unit has a log for the same server.
+    return f"server-{who.group}-{who.index}-in-unit-{unit}.log" if moved else f"servers-unit-{unit}.log"
+
+
 class RunFolder:
     """Files that a tool puts into the run directory of each start of a job.
 

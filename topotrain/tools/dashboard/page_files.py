@@ -17,8 +17,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from topotrain.config.topology import Address, Role
 from topotrain.launch.agent.pipes import log_tail
-from topotrain.launch.agent.workspace import LOGS
+from topotrain.launch.agent.workspace import LOGS, log_name
 from topotrain.tools.dashboard.run_comparison import compared, named_runs, read_runs, run_figures
 
 STYLE, SCRIPT = "style.css", "page.js"
@@ -162,11 +163,9 @@ def tail_of(workspace: Path, process: Mapping[str, Any], lines: int = _LINES) ->
     process: an entry of the view's list of processes. Only its role and its numbers are used. lines: at most so many.
     """
     group, index, unit = (int(process[name]) for name in ("group", "index", "unit"))
-    if process["role"] == "worker":
-        names = [f"worker-{group}-{index}.log"]
-    else:
-        # That of a server which has moved to another unit comes first: the other one is older.
-        names = [f"server-{group}-{index}-in-unit-{unit}.log", f"servers-unit-{unit}.log"]
+    who = Address(Role.WORKER if process["role"] == "worker" else Role.SERVER, group, index)
+    # That of a server which has moved to the unit comes first: the other one is older.
+    names = dict.fromkeys(log_name(who, unit, moved) for moved in (True, False))
     there = [log for name in names if (log := workspace / LOGS / name).exists()]
     if not there:
         return None

@@ -41,6 +41,7 @@ from topotrain.core.events import (
     Tested,
 )
 from topotrain.launch import JobOutcome
+from topotrain.launch.agent.workspace import LOGS, log_name
 from topotrain.launch.recovery.resize import resized_layout
 from topotrain.tools.monitor.loss_curves import Point, merge
 from topotrain.tools.monitor.process_tally import (
@@ -343,15 +344,8 @@ def story(cause: Failed, job: Job, topology: Topology) -> str:
     # Some causes name their process themselves.
     named = cause.text.startswith(cause.who)
     head = cause.text if named else f"{cause.who}{unit} {_DEEDS.get(cause.kind, 'failed')}: {cause.text}"
-    log = f"{job.workspace}/logs" + (f"/{log_name(resident, topology)}" if resident else "")
+    log = f"{job.workspace}/{LOGS}" + (f"/{log_name(resident, topology.unit_of(resident))}" if resident else "")
     return "\n".join([head, *cause.traceback.splitlines(), f"log: {log}"])
-
-
-def log_name(resident: Address, topology: Topology) -> str:
-    """Return the file name in workspace/logs of this resident's process."""
-    if resident.role is Role.WORKER:
-        return f"worker-{resident.group}-{resident.index}.log"
-    return f"servers-unit-{topology.unit_of(resident)}.log"
 
 
 _DEEDS = {"died": "died", "config": "refused the job", "peer": "lost a peer"}
