@@ -8,7 +8,7 @@ from pathlib import Path
 import outside_project
 import pytest
 from outside_checks import CHECKS
-from soak_cases import soak_only
+from seeds import soak_only
 
 
 @soak_only

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from soak_cases import soaked
+from seeds import soaked
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,7 +1,7 @@
 """The jobs of the tables are taken, and what is made of their figures."""
 
 import pytest
-from soak_cases import soak_only
+from seeds import soak_only
 
 from benchmarks import asynchrony, islands, islands_loss, training_step, two_hosts
 from benchmarks.contest import Contestant, Limits

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from soak_cases import soak_only
+from seeds import soak_only
 
 from benchmarks import __main__ as bench
 from benchmarks.harness import Figure, absent, interleave, row

@@ -9,8 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from seeds import SOAK
-from soak_cases import soaked
+from seeds import SOAK, soaked
 
 from tests.differential import scripts
 from tests.differential.found import EQUAL, EQUAL_ALIKE, FOUND_LIBRARY, REFUSED, REFUSED_ALIKE

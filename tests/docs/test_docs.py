@@ -21,7 +21,7 @@ import pytest
 import typer.main
 from process_pool import client, shell_environ
 from reference_tables import with_tables
-from soak_cases import soaked
+from seeds import soaked
 from test_imports import ORDER
 
 import topotrain

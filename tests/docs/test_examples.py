@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from soak_cases import soak_only
+from seeds import soak_only
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

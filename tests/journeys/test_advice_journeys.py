@@ -12,8 +12,8 @@ from arithmetic_predictor import timed_probe
 from job_runner import PROGRAMS
 from launch_targets import MARK, marked, wait_for
 from safetensors.torch import load_file
+from seeds import soak_only
 from shells import Shell, Shells, ended
-from soak_cases import soak_only
 
 from topotrain.tools.probe.probe_file import ProbedParameter
 

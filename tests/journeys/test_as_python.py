@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from job_runner import PROGRAMS, JobRunner
-from seeds import SOAK
-from soak_cases import soak_only
+from seeds import SOAK, soak_only
 
 pytestmark = pytest.mark.journey
 

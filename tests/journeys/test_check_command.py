@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from launch_targets import wait_for
 from process_pool import Forked
+from seeds import soak_only, soaked
 from shells import Shells, alive, ended
-from soak_cases import soak_only, soaked
 
 pytestmark = pytest.mark.journey
 ROOT = Path(__file__).parents[2]

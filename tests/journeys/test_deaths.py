@@ -95,7 +95,7 @@ DEATHS = {
     # The second copy has the windows that were open, but not the timer that would have ended them.
     "a coordinator": Death(
         f"{ISLANDS} sync_freq: 5 quorum: 2 transport: kTcp {MEAN} replicas: 2 compression: kFp16",
-        *(("server 0/0", "1", "6", "hold"), "second copy"),
+        *(("server 0/0", "1", "3", "hold"), "second copy"),
         is_right=lambda report: report["rounds"]["count"] > 0,
     ),
 }

@@ -15,8 +15,7 @@ import torch
 from job_runner import Ended, JobRunner
 from library_forkserver import OFFLINE
 from safetensors.torch import load_file
-from seeds import SOAK
-from soak_cases import soak_only
+from seeds import SOAK, soak_only
 
 from topotrain.launch.agent import forkserver
 

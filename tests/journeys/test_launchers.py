@@ -16,8 +16,8 @@ import pytest
 import torch
 from job_runner import PROGRAMS
 from safetensors.torch import load_file
+from seeds import soak_only
 from slurm_cluster import Missing, Sandbox, add_forkserver, add_slurm, open_sandbox
-from soak_cases import soak_only
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 

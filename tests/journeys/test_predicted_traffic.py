@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from job_runner import JobRunner
 from made_probe import made_probe
-from soak_cases import soaked
+from seeds import soaked
 
 from topotrain.config.job_file import load_with_warnings
 from topotrain.tools.plan.layout_plan import PlannedSchema, plan

@@ -12,8 +12,8 @@ import pytest
 import torch
 from job_runner import PROGRAMS, JobRunner
 from safetensors.torch import load_file
+from seeds import soak_only
 from slurm_cluster import Missing, Sandbox, add_forkserver, open_sandbox
-from soak_cases import soak_only
 
 pytestmark = pytest.mark.journey
 

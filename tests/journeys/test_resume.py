@@ -8,7 +8,7 @@ from job_runner import Ended, JobRunner
 from killed_jobs import resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
-from soak_cases import soaked
+from seeds import soaked
 
 from topotrain.extensions.checkpointing.checkpoint_reader import Manifest, latest
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from job_runner import JobRunner
 from killed_jobs import killed, resumed, terminated
-from soak_cases import soak_only
+from seeds import soak_only
 
 from topotrain.extensions.checkpointing.checkpoint_reader import latest
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from job_runner import ALLREDUCE, HOGWILD, SANDBLASTER, Ended, JobRunner
 from programs import rows
-from soak_cases import soak_only
+from seeds import soak_only
 
 from topotrain.extensions.tables.frontend.table_export import read_parts
 from topotrain.launch.agent import forkserver

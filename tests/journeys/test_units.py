@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from job_runner import JobRunner
-from soak_cases import soak_only
+from seeds import soak_only
 from unit_hosts import Units
 
 pytestmark = pytest.mark.journey

@@ -1,7 +1,7 @@
 """A ledger, see ledger.py, of whose job one process is killed once.
 
 WORKSPACE VICTIM KILLER STEP [hold] [back] [snapshot] [late] [freeze] [fragments]: VICTIM ("server 0/0") is killed when
-worker number KILLER has done STEP steps. With `hold` the others wait at their eleventh step until it kills: groups that
+worker number KILLER has done STEP steps. With `hold` the others wait at their sixth step until it kills: groups that
 wait for no other could read all data before. With `back` the main worker waits at its second step until the killer has
 made a step in its next life; with `snapshot` the killer waits for a snapshot of the job before it kills; `late`: it
 kills only when everything is trained, and the result is about to be saved; `freeze`: it stops VICTIM, and lets it be;
@@ -55,7 +55,7 @@ def after(steps: int) -> None:
     # A snapshot needs the state of this worker, too, which goes out with its steps. So it goes on meanwhile.
     elif kills and steps >= int(at) and "late" not in wishes and ("snapshot" not in wishes or saved(1.0)):
         kill()
-    if "hold" in wishes and not kills and steps == 11:
+    if "hold" in wishes and not kills and steps == 6:
         wait_for(killed.exists)
     if "back" in wishes and tt.is_main() and steps == 2:
         wait_for(back.exists)

@@ -47,7 +47,6 @@ PRELOAD = (
     "topotrain.extensions.host_sums.host_sum_server",
     "topotrain.extensions.in_place_recovery.group_members",
     "topotrain.extensions.tables.table_server",
-    "topotrain.extensions.worker_values.value_server",
     "topotrain.launch.agent.unit_main",
     "topotrain.launch.console_output",
     "topotrain.launch.local",

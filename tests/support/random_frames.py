@@ -8,10 +8,11 @@ import os
 import random as randomness
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
-from every_message import every_message
 from seeds import SOAK
 
 from topotrain.config.topology import Address, Role
@@ -20,6 +21,16 @@ from topotrain.core.protocol import Message, ProtocolError, decode, encode
 
 COUNT = int(os.environ.get("TOPOTRAIN_FUZZ_FRAMES", 20_000 if SOAK else 1_000))
 SEED = int(os.environ.get("TOPOTRAIN_FUZZ_SEED", "20261"))
+
+PACKAGE = Path(__file__).parents[2] / "topotrain"
+
+
+def every_message() -> tuple[type[Message], ...]:
+    """All messages of the package: those of the core, and those of every module of messages of an extension."""
+    for path in sorted(PACKAGE.rglob("*_messages.py")):
+        import_module(".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts))
+    return tuple(cls for _, cls in sorted(m.KINDS.items()))
+
 
 KINDS = every_message()
 NUMBERS = (

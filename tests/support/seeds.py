@@ -1,6 +1,10 @@
-"""The seeds of a simulated test: some in `make test`, all in `make soak`."""
+"""Seeds and cases of a test: some in `make test`, all in `make soak`."""
 
 import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 SOAK = os.environ.get("TOPOTRAIN_SEEDS") == "all"
 """What `make soak` sets."""
@@ -22,3 +26,11 @@ def every(first: int, end: int, step: int) -> range:
 def examples(count: int) -> int:
     """Return the number of examples of a property: `count` in `make soak`, a quarter otherwise."""
     return count if SOAK else max(count // 4, FEWEST)
+
+
+soak_only = pytest.mark.skipif(not SOAK, reason="runs in `make soak`")
+
+
+def soaked(always: Sequence[Any], more: Sequence[Any]) -> list[Any]:
+    """Return the cases of `make test`; in the soak the others, too: they show what another case holds."""
+    return [*always, *(more if SOAK else ())]

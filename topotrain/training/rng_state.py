@@ -1,6 +1,7 @@
 """The state of random number generators: to swap, to save and to restore."""
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,20 @@ from topotrain.config.job import ConfigError
 
 Stand = dict[str, torch.Tensor]
 """Where generators stand: tensors under names, as they can be written to a file."""
+_ONE_THREAD = threading.Lock()
+"""torch holds the lock of the generator while Python may go on with another thread: two would wait for each other."""
+
+
+def torch_state() -> torch.Tensor:
+    """Return the state of torch's CPU generator, also while other threads ask for it."""
+    with _ONE_THREAD:
+        return torch.get_rng_state()
+
+
+def set_torch_state(state: torch.Tensor) -> None:
+    """Set the state of torch's CPU generator, also while other threads do."""
+    with _ONE_THREAD:
+        torch.set_rng_state(state)
 
 
 class RngState:
@@ -44,11 +59,11 @@ class RngState:
 
     @staticmethod
     def _read() -> tuple[Any, ...]:
-        return torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        return torch_state(), numpy.random.get_state(), random.getstate()
 
     @staticmethod
     def _write(state: tuple[Any, ...]) -> None:
-        torch.set_rng_state(state[0])
+        set_torch_state(state[0])
         numpy.random.set_state(state[1])
         random.setstate(state[2])
 
@@ -58,7 +73,7 @@ def stand(own: Sequence[torch.Generator] = (), device: torch.device | None = Non
     _, words, gauss = random.getstate()
     _, key, at, has_gauss, cached = numpy.random.get_state()
     found = {
-        "torch": torch.get_rng_state(),
+        "torch": torch_state(),
         # Tensors, because a snapshot stores nothing else.
         "python": torch.tensor(words, dtype=torch.int64),
         "python gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
@@ -80,7 +95,7 @@ def put_back(
         ConfigError: this is no such state.
     """
     try:
-        torch.set_rng_state(noted["torch"])
+        set_torch_state(noted["torch"])
         gauss = noted["python gauss"].tolist()
         # 3 is the version of Python's own format.
         random.setstate((3, tuple(noted["python"].tolist()), gauss[0] if gauss else None))

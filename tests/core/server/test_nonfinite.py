@@ -14,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from seeds import examples
-from soak_cases import soaked
+from seeds import examples, soaked
 
 from tests.support.in_process_job import (
     Result,

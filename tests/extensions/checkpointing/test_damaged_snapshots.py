@@ -25,7 +25,7 @@ from topotrain.core.protocol import MAX_TEXT, ProtocolError
 from topotrain.core.server.server_context import MessageQueue
 from topotrain.core.server.server_extension import ExtensionHooks
 from topotrain.extensions.checkpointing import checkpoint_writer
-from topotrain.extensions.checkpointing.checkpoint_reader import FILES, FOLDER, MANIFEST, latest
+from topotrain.extensions.checkpointing.checkpoint_reader import FOLDER, MANIFEST, MODEL, STATE, WORKERS, latest
 from topotrain.extensions.checkpointing.checkpoint_writer import SnapshotFiles, SnapshotWriter
 from topotrain.extensions.checkpointing.server_snapshots import ServerSnapshots
 from topotrain.extensions.checkpointing.shard_snapshot import ShardFreezer
@@ -134,7 +134,7 @@ def test_damaged_images_never_give_wrong_numbers(whole, tmp_path):
         shutil.copytree(source, workspace / FOLDER)
         both = rng.random() < 0.2
         for number in (2, 1) if both else (2,):
-            name = rng.choice([*FILES, MANIFEST])
+            name = rng.choice([MODEL, STATE, WORKERS, MANIFEST])
             damage = DAMAGE[image % len(DAMAGE)]
             other = source / f"{3 - number:06d}"
             damage(workspace / FOLDER / f"{number:06d}" / name, rng, other)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from every_message import every_message
+from random_frames import every_message
 
 from topotrain.config.job import Apply, ConfigError, Grads, Job
 from topotrain.config.topology import Address, Role

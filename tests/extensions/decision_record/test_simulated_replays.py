@@ -7,8 +7,7 @@ import torch
 from fault_schedule import Fault
 from replayed_trials import Differs, FloatIslands, FloatTrial, Recorder, Replayer, same_bits
 from seeded_runs import LAYOUTS
-from seeds import SOAK, seeds
-from soak_cases import soaked
+from seeds import SOAK, seeds, soaked
 
 from topotrain.config.job import Job
 from topotrain.extensions.decision_record.order_entries import OwnMessage, StepMade

@@ -8,9 +8,8 @@ from fault_schedule import CALM, FAR, STORM, Fault, FaultSchedule
 from fault_trial import Trial
 from faulty_network import NetworkFaults
 from seeded_runs import LAYOUTS
-from seeds import SOAK, every, seeds
+from seeds import SOAK, every, seeds, soaked
 from simulation import trace
-from soak_cases import soaked
 
 from topotrain.core import protocol as m
 from topotrain.extensions.elastic.membership_messages import AppliedBatchesOfStreams, RestartRequest

@@ -4,9 +4,8 @@ import pytest
 import torch
 from fault_schedule import FAR, FaultSchedule
 from seeded_runs import LAYOUTS, run_seeds, run_trial
-from seeds import seeds
+from seeds import seeds, soaked
 from simulation import STORM, VIEWS, ScriptedCluster, job, parameters
-from soak_cases import soaked
 
 from topotrain.config.job import Agreement
 from topotrain.extensions.group_averaging.elastic_averaging import ElasticAveraging

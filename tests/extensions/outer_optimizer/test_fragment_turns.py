@@ -11,9 +11,8 @@ import pytest
 from fault_schedule import Fault, FaultKind
 from hypothesis import given
 from hypothesis import strategies as st
-from seeds import seeds
+from seeds import seeds, soaked
 from simulated_islands import STEP_S, IslandTrial, islands
-from soak_cases import soaked
 
 from topotrain.config.job import Cluster, Pace, Shard
 from topotrain.config.topology import Address, Role

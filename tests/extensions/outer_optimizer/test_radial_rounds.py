@@ -9,10 +9,9 @@ import torch
 from in_process_job import Transformer
 from island_jobs import OUTER, merged
 from replicated_cluster import ReplicatedCluster, flats_of
-from seeds import every, seeds
+from seeds import every, seeds, soaked
 from simulation import STORM, ScriptedCluster, ScriptedWorker, trace
 from simulation import job as scripted_job
-from soak_cases import soaked
 from torch import nn
 
 from topotrain.config.job import ConfigError, Merge, Reduce

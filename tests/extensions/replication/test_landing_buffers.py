@@ -7,9 +7,8 @@ import pytest
 import torch
 from replicated_cluster import ReplicatedCluster, flats_of
 from replicated_deaths import CrashableCluster
-from seeds import SOAK, every, seeds
+from seeds import SOAK, every, seeds, soaked
 from simulation import ScriptedWorker, job
-from soak_cases import soaked
 from torch import Tensor
 
 from topotrain.config.job import Apply, Compression, Grads, Pull

@@ -9,9 +9,8 @@ from functools import cache
 
 import pytest
 from replicated_deaths import CrashableCluster
-from seeds import seeds
+from seeds import seeds, soaked
 from simulation import job
-from soak_cases import soaked
 
 from topotrain.config.job import Compression
 from topotrain.config.topology import Address, Role

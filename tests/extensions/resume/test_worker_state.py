@@ -19,8 +19,7 @@ from in_process_job import mlp
 from reports import TextList
 from safetensors.torch import load, save
 from script_job import jobs, loader
-from seeds import SOAK, examples, seeds
-from soak_cases import soaked
+from seeds import SOAK, examples, seeds, soaked
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader

@@ -17,7 +17,7 @@ import pytest
 import unit_hosts
 from folder_wipe import block, wipe
 from free_ports import free_port
-from soak_cases import soaked
+from seeds import soaked
 
 from tests.support.launch_targets import parts, wait_for
 from tests.support.lost_write import lose_one

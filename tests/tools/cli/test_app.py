@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import typer.main
 from reference_tables import with_tables
-from soak_cases import soaked
+from seeds import soaked
 
 from topotrain.config.job import ConfigError, Job
 from topotrain.config.sharding import Parameter

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from living_objects import living
 from made_probe import made_job, made_probe
-from seeds import SOAK, examples
-from soak_cases import soaked
+from seeds import SOAK, examples, soaked
 
 from topotrain.config.job import (
     Agreement,

@@ -1,6 +1,7 @@
 """Dividing a DataLoader: every sample once, in the plain loader's order, whatever kind of loader the script has."""
 
 import gc
+import os
 import random
 import threading
 from collections import UserDict, namedtuple
@@ -8,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,6 +18,7 @@ import torch
 from divided_loaders import KINDS, LeaseServer, LoaderClient, Numbers, Stream, flat
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from process_pool import Forked
 from seeds import examples
 from torch.utils.data import (
     BatchSampler,
@@ -456,6 +459,22 @@ def test_the_rest_is_the_scripts_own_loader():
 def test_bad_input_is_refused_in_the_terms_of_the_user(make, how, said):
     with pytest.raises(ConfigError, match=said):
         Job(make, **how).read()
+
+
+READS = """
+import gc, threading, time
+from topotrain.training.rng_state import put_back, stand
+before, reads = stand(), threading.Thread(target=lambda: [stand() for _ in range(8)])
+gc.callbacks.append(lambda *_: threading.current_thread() is reads and time.sleep(0.001))
+gc.set_threshold(1)
+reads.start()
+while reads.is_alive(): put_back(before)
+"""
+
+
+@pytest.mark.journey
+def test_threads_that_read_and_set_generators_end(warm_at: str, tmp_path: Path) -> None:
+    assert Forked(warm_at, ["-c", READS], tmp_path, os.environ).communicate(60) == ("", None)
 
 
 # --- several loaders -----------------------------------------------------------------------------------------------

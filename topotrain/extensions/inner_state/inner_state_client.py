@@ -111,11 +111,6 @@ class InnerStateClient(ClientExtension):
         state, self._state = self._state, None
         return state
 
-    @property
-    def copies_held(self) -> int:
-        """Copies of this worker's state that others are fetching: 0 or 1."""
-        return int(self._held is not None)
-
     def _request(self) -> None:
         # Mostly from the thread of a connection, which must not send what the worker's own thread has to send first.
         self._channel.try_send(self._channel.servers[0], InnerStateRequest(self._channel.me.group))

@@ -18,6 +18,7 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.program.layouts import even
 from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, SymbolicShape
 from topotrain.parallel.program.worker_program import hash_number
+from topotrain.training.rng_state import set_torch_state, torch_state
 
 # Each with (drops whole channels, is an alpha dropout).
 FUNCTIONS = {
@@ -280,10 +281,10 @@ def draws_by_itself(step: ProgramStep, model: nn.Module) -> bool:
 def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Iterator[None]:
     """Set torch's CPU generator from these numbers for the block."""
     # Draws that not all workers make must not move the generator that all have in the same state.
-    before = torch.get_rng_state()
+    before = torch_state()
     text = f"{seed} {step.number} {micro} {me}".encode()
     torch.default_generator.manual_seed(hash_number(text))
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        set_torch_state(before)

@@ -52,7 +52,7 @@ from topotrain.tools.monitor.process_tally import (
     stragglers,
 )
 from topotrain.tools.recording.event_stories import moved
-from topotrain.tools.recording.job_summary import finite
+from topotrain.tools.recording.job_summary import finite, mean_loss
 from topotrain.tools.recording.process_table import ProcessTable
 from topotrain.tools.recording.recorded_lines import layout_data
 
@@ -177,8 +177,6 @@ class Report:
         seconds = max((tally.whole.time for tally in workers), default=0.0)
         # With work that was done twice: the rate is that of the hardware, while `samples` is that of the result.
         given = sum(tally.whole.samples for tally in workers)
-        # Without workers that have left: their last losses are of an earlier time.
-        losses = [worker.figures.loss for worker in self.states.workers() if worker.figures.loss is not None]
         return {
             "job": self.job.name,
             "program": self.job.program,
@@ -194,7 +192,8 @@ class Report:
             "steps": max((tally.whole.steps for tally in workers), default=0),
             "samples": sum(self._samples(who, each) for who, each in tallies.items() if who.startswith("worker ")),
             "samples_per_s": given / seconds if seconds > 0 else 0.0,
-            "last_loss": finite(sum(losses) / len(losses)) if losses else None,
+            # Without workers that have left: their last losses are of an earlier time.
+            "last_loss": finite(mean_loss(self.states.workers())),
             "metrics": {name: finite(value) for each in self._all(Metrics) for name, value in each.values.items()},
             "tests": _points([test for test in tests if test.kind == "test"]),
             "validations": _points([test for test in tests if test.kind == "validate"]),

@@ -101,7 +101,7 @@ class JobCurves:
     def _add_loss(self, group: int, now: Moment) -> None:
         at = self._stepped.pop(group)
         counted = [process for process in self._processes.group(group) if process.counts]
-        loss = _mean_loss(counted)
+        loss = mean_loss(counted)
         if loss is not None:
             self._added[group] = at
             step = max(each.figures.step for each in counted)
@@ -172,7 +172,6 @@ class JobFigures:
         done, over = self.progress, self.ended is not None or self.lost
         workers = [process for process in processes if not process.is_server]
         counted = [each for each in workers if each.counts]
-        loss = _mean_loss(counted)
         # Of a job that has ended, the last figures of those that took part until then.
         rates = [each.figures.samples_per_s for each in counted if over or each.is_present]
         return {
@@ -186,7 +185,7 @@ class JobFigures:
             "eta_s": None if over else _rounded(done.left_s(self.at)),
             "epoch": done.epoch if done.epoch >= 0 else None,
             "step": max((each.figures.step for each in workers), default=0),
-            "loss": None if loss is None else finite(loss),
+            "loss": finite(mean_loss(counted)),
             "samples_per_s": _sum(rates),
         }
 
@@ -215,7 +214,7 @@ def _worker(process: ProcessTrack) -> dict[str, Any]:
         "state": process.states.now or "starting",
         "pid": process.pid,
         "step": figures.step,
-        "loss": None if figures.loss is None else finite(figures.loss),
+        "loss": finite(figures.loss),
         "samples_per_s": _rounded(figures.samples_per_s),
         "staleness_mean": finite(staleness.mean),
         "staleness_p95": finite(staleness.p95),
@@ -236,18 +235,19 @@ def _server(process: ProcessTrack) -> dict[str, Any]:
     }
 
 
-def _mean_loss(workers: Iterable[ProcessTrack]) -> float | None:
+def mean_loss(workers: Iterable[ProcessTrack]) -> float | None:
+    """Return the mean of the last losses that are known; None: none is."""
     losses = [each.figures.loss for each in workers if each.figures.loss is not None]
     return sum(losses) / len(losses) if losses else None
 
 
-def finite(value: float) -> float | None:
+def finite(value: float | None) -> float | None:
     """Return None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _rounded(value: float | None) -> float | None:
-    return round(value, 3) if value is not None and math.isfinite(value) else None
+    return None if (known := finite(value)) is None else round(known, 3)
 
 
 def _sum(rates: Iterable[float | None]) -> float | None:
