@@ -54,12 +54,12 @@ def test_setup_compiles_and_help_names_the_default_of_jobs() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "JOBS")}
     for target, extra in (("setup", "dev"), ("run", "examples")):  # `make run` alone installs no more than that
         words = ["make", "--dry-run", "--always-make", target, "VENV=/nowhere/.venv"]
-        done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         (install,) = [line for line in done.stdout.splitlines() if "-e '.[" in line and "echo" not in line]
         assert "--compile-bytecode" in install and f"-e '.[{extra}]'" in install
         assert re.search(r"-m compileall .*\btopotrain\b", done.stdout)
-    told = subprocess.run(["make", "help"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60).stdout
+    told = subprocess.run(["make", "help"], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300).stdout
     (jobs,) = re.findall(r"^JOBS +\?= (\d+)$", MAKEFILE.read_text(encoding="utf-8"), re.MULTILINE)
     assert f"JOBS={jobs} files at a time" in told
 
@@ -72,7 +72,7 @@ def test_torch_is_imported_by_the_forkserver_alone(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "topotrain", "run", "job.conf", str(ROOT / "tests" / "programs" / "small.py")]
     environ = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
     environ.pop("TOPOTRAIN_FORKSERVER", None)
-    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     logs = {path.stem: path.read_text() for path in [*(workspace / "logs").iterdir(), workspace / "run/forkserver.log"]}
     assert {"unit-0", "unit-2", "worker-0-0", "worker-0-1", "forkserver"} <= logs.keys()

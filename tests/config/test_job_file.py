@@ -422,6 +422,6 @@ def test_the_compiled_form_of_job_proto_is_that_of_its_text(tmp_path: Path) -> N
         f"--descriptor_set_out={compiled}",
         FILE.name,
     ]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     found = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes())
     assert list(found.file) == [schema()], "job.proto has changed: run `make proto`"

@@ -76,5 +76,5 @@ def test_the_example_extension_of_contributing_runs(tmp_path: Path) -> None:
     (folder / "update_counter.py").write_text(feature)
     program = PROGRAM.replace("COMPOSITION", composition.replace("\n", "\n    ").rstrip()).replace("TEST", test)
     command = [sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -35,7 +35,7 @@ PAGES = [*(ROOT / name for name in TOP_PAGES), *sorted((ROOT / "docs").glob("*.m
 README_WORDS = 900
 EXAMPLE_WITHIN = 25  # lines
 PROTO = schema()
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)

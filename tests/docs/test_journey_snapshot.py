@@ -26,7 +26,7 @@ MOST_FILES = 13
 EVERY_MESSAGE = ("accepts", "may_send")
 NOT_FOLLOWED = ("config", "comm", "tools")
 """Packages of settings and addresses, of transports, and of the simulation."""
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class SnapshotTracer(Tracer):

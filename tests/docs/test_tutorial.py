@@ -48,7 +48,7 @@ class Terminal:
         if command.startswith("cd "):
             self.folder /= command.removeprefix("cd ")
             return ""
-        with ended_after(120), self.start(command) as process:
+        with ended_after(300), self.start(command) as process:
             said, _ = process.communicate()
         assert process.returncode == code, f"{command}\n{said}"
         return said
@@ -56,7 +56,7 @@ class Terminal:
     def wait_for(self, process: "subprocess.Popen[str]", words: str) -> None:
         """Read what a command says up to these words."""
         assert process.stdout is not None
-        with ended_after(120):
+        with ended_after(300):
             assert any(words in line for line in process.stdout), words
 
 
@@ -87,7 +87,7 @@ def test_the_tutorial_from_the_first_command_to_the_last(terminal: Terminal) -> 
         terminal.wait_for(job, "training again")
         terminal.run(next(commands))
         terminal.wait_for(job, "`topotrain run --resume workspace/allreduce` goes on from there")
-        with ended_after(60):
+        with ended_after(300):
             job.communicate()
         assert job.returncode == 143
     assert "accuracy" in terminal.run(next(commands))

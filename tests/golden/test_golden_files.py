@@ -39,7 +39,7 @@ class Reader:
         """What a command prints on stdout; with `served` its processes are forks of the tests' own."""
         forks = ("--forkserver", self._served_at) if served else ()
         command = [*client(self._warm_at), "-m", "topotrain", words[0], *forks, *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=self.folder)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=self.folder)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done.stdout
 

@@ -76,6 +76,6 @@ def test_ctrl_c_during_a_trial_leaves_nothing(shells: Shells) -> None:
     # Processes of its job, and not only the command that starts them.
     wait_for(lambda: len(marked(mark)) > 2, 90)
     os.killpg(asked.pid, signal.SIGINT)
-    asked.communicate(timeout=60)
+    asked.communicate(timeout=300)
     assert asked.returncode == 130
     wait_for(lambda: not marked(mark), 30)

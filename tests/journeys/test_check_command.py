@@ -32,7 +32,7 @@ def check(tmp_path: Path, served_at: str, warm_at: str) -> Any:
         conf.write_text(f'name: "job"\n{cluster}\n')
         said = ["-m", "topotrain", "check", *options, "--forkserver", served_at, str(conf), str(program), *words]
         process = Forked(warm_at, said, tmp_path, os.environ)
-        out, _ = process.communicate(120)
+        out, _ = process.communicate(300)
         assert process.returncode is not None
         return process.returncode, out
 

@@ -76,7 +76,7 @@ def runs(
         (folder / "train.py").write_text(BEFORE + fence(section, "python") + AFTER)
         command = JobRunner(folder, served_at, warm_at).command("", str(folder / "train.py"))
         (folder / "job.conf").write_text(conf(section))
-        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
     pool = ThreadPoolExecutor(2)
     found = {section: pool.submit(run, section) for section in SECTIONS}

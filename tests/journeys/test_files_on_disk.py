@@ -42,7 +42,7 @@ def test_nothing_that_a_job_leaves_can_be_read_by_others(runner: JobRunner):
     command = replace(runner, warm_at="").command(SANDBLASTER, "disk.py", "", "40", "", extra=extra, options=options)
     at = command.index("--forkserver")
     del command[at : at + 2]  # the job's own has the job's umask
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder, umask=0)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=runner.folder, umask=0)
     assert done.returncode == 0, done.stderr
     workspace = runner.folder / "job"
     names = {path.name for path in workspace.rglob("*")}

@@ -32,7 +32,7 @@ class Running:
         """(exit code, all it said, seconds until it ended); no process of it is left then."""
         pids = [entry["pid"] for entry in entries(self.workspace)]
         began = time.monotonic()
-        rest, _ = self.process.communicate(timeout=60)
+        rest, _ = self.process.communicate(timeout=300)
         seconds = time.monotonic() - began
         while alive(pids) and time.monotonic() - began < 60:
             os.sched_yield()

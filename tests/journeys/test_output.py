@@ -43,7 +43,7 @@ def pid_of_main(job: "subprocess.Popen[bytes]") -> int:
 def stop_reading(runner: JobRunner, job: "subprocess.Popen[bytes]", main: int) -> None:
     """Read nothing more; return when the main worker has stood still for a second, or has ended."""
     log, size, looks = runner.folder / "job" / "logs" / "worker-0-0.log", 0, 0
-    with ended_after(60):
+    with ended_after(300):
         while looks < 50 and os.path.exists(f"/proc/{main}"):
             there = int.from_bytes(fcntl.ioctl(job.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
             before, size = size, log.stat().st_size
@@ -52,7 +52,7 @@ def stop_reading(runner: JobRunner, job: "subprocess.Popen[bytes]", main: int) -
 
 
 def test_a_slow_reader_gets_every_line(runner: JobRunner):
-    with talking(runner) as job, ended_after(120):
+    with talking(runner) as job, ended_after(300):
         main = pid_of_main(job)
         stop_reading(runner, job, main)
         out, err = job.communicate()
@@ -65,7 +65,7 @@ def test_a_slow_reader_gets_every_line(runner: JobRunner):
 
 
 def test_a_death_is_noticed_and_ctrl_c_ends_the_job_while_the_output_is_not_read(runner: JobRunner):
-    with talking(runner, "forever") as job, ended_after(60):
+    with talking(runner, "forever") as job, ended_after(300):
         main = pid_of_main(job)
         stop_reading(runner, job, main)
         os.kill(main, signal.SIGKILL)

@@ -35,7 +35,7 @@ def recorded(workspace: Path) -> JobHistory:
 def watched(runner: JobRunner, workspace: Path) -> dict[str, Any]:
     """What `topotrain watch --once --json` prints."""
     words = [*runner.python, "-m", "topotrain", "watch", str(workspace), "--once", "--json"]
-    found: dict[str, Any] = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=60).stdout)
+    found: dict[str, Any] = json.loads(subprocess.run(words, check=True, capture_output=True, timeout=300).stdout)
     return found
 
 
@@ -60,7 +60,7 @@ def test_a_recording_and_the_store_end_as_the_report_and_a_second_run_begins_ane
     assert record.state == "done" and record.summary is not None
     assert (record.summary["state"], record.summary["step"]) == ("ended", ended.report["steps"])
     words = [*runner.python, "-m", "topotrain", "jobs", "view", url]
-    out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout
+    out = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
     assert f"step {ended.report['steps']}, loss" in out
     runner.run(DOWNPOUR, "steady.py", "--epochs", "1")
     assert recorded(ended.workspace).summary()["step"] < summary["step"]

@@ -45,7 +45,7 @@ def test_whoever_is_killed_every_sample_counts_as_often_as_it_was_read(runner: J
     started = [*client(runner.warm_at), "-m", "topotrain"]
     command = [*started, chaos[0], "--json", "--forkserver", runner.served_at, *chaos[1:]]
     environ = {**os.environ, MARK: str(runner.folder)}
-    done = subprocess.run(command, cwd=runner.folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=runner.folder, env=environ, capture_output=True, text=True, timeout=300)
     again = f"{conf.read_text()}\ntopotrain {shlex.join(chaos)}\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, again
     for name, cells in load_file(workspace / "final.safetensors").items():

@@ -37,7 +37,7 @@ class Replayed:
 
 def replay(runner: JobRunner, *words: str) -> Replayed:
     command = [*client(runner.warm_at), "-m", "topotrain", "replay", "--forkserver", runner.served_at, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=runner.folder)
     return Replayed(done.returncode, done.stdout, done.stderr)
 
 

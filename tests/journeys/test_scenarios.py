@@ -129,7 +129,7 @@ def train(runner: JobRunner, name: str, faults: Sequence[str] = ()) -> list[str]
 
 
 def ends(runner: JobRunner, words: Sequence[str], code: int) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=runner.folder)
     assert done.returncode == code, done.stdout + done.stderr
 
 

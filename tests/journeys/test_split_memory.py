@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path) -> None:
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, (most, most))
         cluster = "nworkers_per_group: 2 nservers_per_group: 2 transport: kTcp"
         command = runner.command(cluster, str(script))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     for words in ("memory = '", "does not fit: it would need", "RLIMIT_DATA allows 419.4 MB", "would help"):
         assert words in done.stderr

@@ -112,7 +112,7 @@ def test_a_table_larger_than_any_process_may_be(tmp_path: Path) -> None:
         resource.prlimit(served.process.pid, resource.RLIMIT_DATA, limit)  # what it forks has the same limit
         command = runner.command(cluster, "large.py", "--rows", str(LARGE), extra=once)
         limited = ["prlimit", f"--data={MOST}", *command]
-        done = subprocess.run(limited, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "job.json").read_text())
     assert report["metrics"] == {"wrong": 0.0, "limit": float(MOST)}

@@ -40,7 +40,7 @@ def shot(runner: JobRunner, cluster: str, victim: str, *program: str, extra: str
     workspace = runner.folder / "job"
     hold.unlink()  # who comes after it does not hold
     os.kill(next(entry["pid"] for entry in entries(workspace) if victim in entry["roles"]), signal.SIGKILL)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, heard + said
     return heard + said, workspace
 

@@ -119,7 +119,7 @@ def test_the_two_shells_of_the_page(runner: JobRunner, network: HostNetwork) -> 
             {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
         )
         started.append(subprocess.Popen(words, cwd=runner.folder, text=True, **both))
-    said = [process.communicate(timeout=90)[0] for process in started]
+    said = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     assert "main says hello" in said[1] and "Downpour" in said[1]
     assert (runner.folder / "workspace" / "two-hosts" / "final.safetensors").exists()

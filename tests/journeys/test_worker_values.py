@@ -21,7 +21,7 @@ ISLANDS = (
 def ordinary(runner: JobRunner, *words: str, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
     """The program as `python` runs it, without a job."""
     command = [*client(runner.warm_at), *words]
-    return subprocess.run(command, check=True, timeout=120, cwd=cwd or runner.folder, capture_output=True, text=True)
+    return subprocess.run(command, check=True, timeout=300, cwd=cwd or runner.folder, capture_output=True, text=True)
 
 
 def values(workspace: Path, out: str, over: str) -> dict[int, str]:

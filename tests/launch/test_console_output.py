@@ -44,7 +44,7 @@ def read_all(fd: int) -> str:
 def test_printing_never_waits_and_every_byte_arrives_in_order(pipe):
     file, theirs = pipe
     made = ConsoleOutput()
-    with ended_after(60):
+    with ended_after(300):
         writer, same = made.writer(file), made.writer(os.fdopen(os.dup(file.fileno()), "w"))
         writer.write(TEXT)
         assert made.full and same.behind
@@ -65,7 +65,7 @@ def test_output_without_a_reader_is_dropped_and_counted(pipe, capsys):
     file, theirs = pipe
     os.close(theirs)
     made = ConsoleOutput()
-    with open("/dev/full", "w") as full, ended_after(30):
+    with open("/dev/full", "w") as full, ended_after(300):
         for each in (file, full):
             writer = made.writer(each)
             for channel in made._channels.values():
@@ -80,7 +80,7 @@ def test_a_reader_that_has_stopped_does_not_keep_the_job(pipe, capsys, monkeypat
     monkeypatch.setattr(console_output, "STOPPED_S", 0.2)
     file, theirs = pipe
     made = ConsoleOutput()
-    with ended_after(30):
+    with ended_after(300):
         writer = made.writer(file)
         writer.write(TEXT)
         while made.full:  # the program goes on
@@ -96,7 +96,7 @@ def test_a_reader_that_has_stopped_does_not_keep_the_job(pipe, capsys, monkeypat
 def test_what_is_given_up_after_a_signal_is_counted_and_told(pipe, capsys):
     file, theirs = pipe
     made = ConsoleOutput()
-    with ended_after(30):
+    with ended_after(300):
         made.writer(file).write(TEXT)
         made.hurry()
         made.finish("W/logs")
@@ -117,7 +117,7 @@ def test_a_live_table_is_not_drawn_for_a_terminal_that_takes_nothing(pipe):
 
     file, theirs = pipe
     terminal = Console(file=file, force_terminal=True, width=80)
-    with ended_after(60):
+    with ended_after(300):
         try:
             with outlet(terminal, "logs") as made:
                 window = LiveTable(report_of(layout(Cluster())), terminal, out_of(made, False))

@@ -47,7 +47,7 @@ class User:
         self.forkserver = int(pid)
 
     def leave(self):
-        out, _ = self.process.communicate(timeout=30)
+        out, _ = self.process.communicate(timeout=300)
         assert out == "left\n" and self.process.returncode == 0
 
     def kill(self):
@@ -154,7 +154,7 @@ def test_it_ends_when_its_last_unit_was_killed_before_it_could_notice(job):
         for fd in (life, lock):  # as the kernel does for a killed unit
             os.close(fd)
         command = [*own_python("topotrain.launch.shared_forkserver"), str(folder), SLOW]
-        assert subprocess.run(command, stdin=reading, timeout=60, check=False).returncode == 0
+        assert subprocess.run(command, stdin=reading, timeout=300, check=False).returncode == 0
     assert not folder.exists()
 
 

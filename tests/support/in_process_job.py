@@ -58,7 +58,7 @@ from topotrain.training.parameters.last_writes import end_script
 from topotrain.training.parameters.lazy_pull import wait_by_layer
 from topotrain.training.worker import Worker, WorkerMemory
 
-PATIENCE_S = 30.0  # after this a run counts as hung; nothing here takes long
+PATIENCE_S = 120.0  # after this a run counts as hung; nothing here takes long
 
 Loss = Callable[..., torch.Tensor]
 Build = Callable[[], tuple[Any, ...]]  # (model, optimizer, whatever the script made of them before `prepare`)

@@ -69,7 +69,7 @@ def killed(
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     hold.unlink()
     return workspace
 
@@ -98,7 +98,7 @@ def _terminated(
     pids = {entry["roles"][0]: entry["pid"] for entry in entries(workspace)}
     for pid in reversed(pids.values()) if all else [pids["launcher"]]:
         os.kill(pid, number)
-    said, _ = process.communicate(timeout=100)
+    said, _ = process.communicate(timeout=300)
     assert not [who for who, pid in pids.items() if alive([pid])]
     return process.returncode, heard + said, workspace
 
@@ -106,7 +106,7 @@ def _terminated(
 def resumed(runner: JobRunner, workspace: Path, *more: str) -> Ended:
     words = ["run", "--resume", str(workspace), "--forkserver", runner.served_at, *more]
     command = [*runner.python, "-m", "topotrain", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=runner.folder)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=runner.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     at = workspace if (workspace / "final.safetensors").exists() else workspace.parent.parent
     return Ended(done.returncode, done.stdout, done.stderr, at, {})

@@ -151,7 +151,7 @@ def witness(spec, control, fds):
     """Has lost a peer when somebody writes the file that it names."""
     path = Path(spec["run_dir"], "go")
     control.emit(Notice(spec["who"], str(path)))
-    wait_for(path.exists, 60)
+    wait_for(path.exists, 300)
     return lost_peer(spec, control, fds)
 
 

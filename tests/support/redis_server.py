@@ -75,4 +75,4 @@ def certificate(folder: Path) -> None:
     kind = ["-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
     files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(["openssl", "req", *kind, *files, *names], check=True, capture_output=True, timeout=60)
+    subprocess.run(["openssl", "req", *kind, *files, *names], check=True, capture_output=True, timeout=300)

@@ -9,7 +9,7 @@ from pathlib import Path
 from process_pool import Forked as Shell
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 110.0
+PATIENCE_S = 300.0
 
 
 class Shells:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 GONE_S = 5.0  # what the product promises
 FIRST = "hostname localhost && ip link set lo up && ip address add 10.77.0.1/32 dev lo && echo up"
 KINDS = ("net", "uts", "pid", "ipc", "mount")

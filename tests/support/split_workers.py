@@ -97,7 +97,7 @@ def together(size: int, work: Callable[[MailboxChannel], Any], mailboxes: GroupM
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
         assert not thread.is_alive()
     causes = [error for error in errors if not isinstance(error, PeerLost)]
     if errors:

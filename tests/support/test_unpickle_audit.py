@@ -27,7 +27,7 @@ def run(code: str) -> "subprocess.CompletedProcess[str]":
     support = Path(unpickle_audit.__file__).parent
     paths = [str(support), str(support.parents[1])]
     setup = f"import sys; sys.path[:0] = {paths!r}; import unpickle_audit; unpickle_audit.in_servers()\n"
-    return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", setup + code], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.journey

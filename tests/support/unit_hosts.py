@@ -49,8 +49,8 @@ with closing(process_pool.start(Path(sys.argv[1]))) as running:
 
 
 def wait(condition: Callable[[], object]) -> None:
-    """Until it holds, for two minutes at most."""
-    wait_for(condition, 120)
+    """Until it holds, for five minutes at most."""
+    wait_for(condition, 300)
 
 
 HASTILY = ("-c", HASTY, "unit")
@@ -71,7 +71,7 @@ class Unit:
                 return
         raise AssertionError(self.end())
 
-    def end(self, timeout_s: float = 90) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = 300) -> tuple[int, str, str]:
         out, _ = self.process.communicate(timeout=timeout_s)
         assert self.process.returncode is not None
         with self._err:
@@ -158,11 +158,11 @@ class Job:
         """Run `topotrain jobs` with the job's secret."""
         environ = {**os.environ, "TOPOTRAIN_TOKEN": TOKEN}
         command = [*client(self.runner.warm_at), "-m", "topotrain", "jobs", *words]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90, cwd=self.folder)
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, cwd=self.folder)
 
     # ---- its end ----
 
-    def end(self, timeout_s: float = 90) -> dict[int, tuple[int, str, str]]:
+    def end(self, timeout_s: float = 300) -> dict[int, tuple[int, str, str]]:
         """By rank: exit code, stdout and stderr."""
         return {rank: unit.end(timeout_s) for rank, unit in sorted(self.units.items())}
 

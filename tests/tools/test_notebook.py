@@ -175,7 +175,7 @@ def test_on_a_terminal_there_is_a_table_although_the_workers_are_forks(tmp_path:
     program.write_text(f"{BEGIN}\nprint('total', tt.notebook_launch(make(2, 3), {JOB!r})['metrics']['total'])\n")
     environ = {name: value for name, value in os.environ.items() if name not in ("CI", "OMP_NUM_THREADS", *NOTEBOOK)}
     environ |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color"}
-    shown = pexpect.spawn(sys.executable, [str(program)], cwd=str(tmp_path), env=environ, encoding="utf-8", timeout=120)
+    shown = pexpect.spawn(sys.executable, [str(program)], cwd=str(tmp_path), env=environ, encoding="utf-8", timeout=300)
     shown.expect_exact("elapsed 0:")
     shown.expect_exact("total 288.0")
     shown.expect_exact(pexpect.EOF)

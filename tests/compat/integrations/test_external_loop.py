@@ -72,7 +72,7 @@ assert TopotrainStrategy().of == type("Own", (TopotrainStrategy,), {})().of == "
 def test_a_missing_library_is_named_and_a_strategy_is_of_the_package_that_the_script_imports(warm_at):
     """Also where the script imports it after topotrain's file."""
     words = [*client(warm_at), "-c", FRESH]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=PACKAGE.parent)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr
     for line, (name, (_, extra)) in zip(done.stdout.splitlines(), LIBRARIES.items(), strict=True):
         assert line.startswith(f"{name} ") and line.endswith(f"is not installed: pip install 'topotrain[{extra}]'")

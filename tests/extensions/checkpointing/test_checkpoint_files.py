@@ -198,7 +198,7 @@ def test_a_launcher_finds_them_without_torch(files, tmp_path):
     )
     # Of this model one tensor has to be put in order, which only torch can: take a model without it.
     Vault(net=Matrices).write(files, 4)
-    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    out = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300)
     assert out.stdout.split() == ["4", "False"], out.stderr
 
 

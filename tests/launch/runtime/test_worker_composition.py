@@ -26,7 +26,7 @@ print(json.dumps(sorted(KINDS)))
 @pytest.mark.journey
 def test_a_worker_imports_all_messages_that_it_may_be_sent() -> None:
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     sent = {kind for kind in every_message() if any(route.receiver is Receiver.WORKER for route in kind.ROUTES)}
     assert {kind.KIND for kind in sent} <= set(json.loads(done.stdout)), "imported by no feature of a worker"
     assert len(sent) > 20

@@ -619,7 +619,7 @@ def test_ctrl_c_while_the_command_still_imports_ends_it_in_order(tmp_path: Path)
     )
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
     command = [sys.executable, "-m", "topotrain", "run", "job.conf", "train.py"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (130, "topotrain: error: ended by SIGINT, nothing was started\n")
 
 

@@ -82,7 +82,7 @@ class Exported:
 
 def run(made: Exported, given: list[Event], code: int = 0) -> list[Notice]:
     """Give the events of a job to its recorder, from its start to its end."""
-    with closing(made), ended_after(60):
+    with closing(made), ended_after(300):
         for event in given:
             made.recorder(event)
         made.recorder.end(code)
@@ -195,7 +195,7 @@ def test_a_tracker_that_stands_still_costs_neither_the_job_nor_another_export(
     monkeypatch.setattr(history_series, "MOST_POINTS", 64)
     path = tmp_path / "a" / "curves"
     made = Exported(tmp_path / "job", "python:remembering:Stands", f"jsonl:{path}")
-    with closing(made), ended_after(60):
+    with closing(made), ended_after(300):
         for number in range(1, 1001):
             made.recorder(step("worker 0/0", number))
             made.recorder(Output("worker 0/0", "stdout", "not exported\n"))
@@ -218,7 +218,7 @@ def test_a_tracker_that_never_ends_is_left_behind(tmp_path: Path, monkeypatch: p
 
 def test_metrics_are_served_until_the_end(tmp_path: Path) -> None:
     made = Exported(tmp_path, metrics="0")
-    with closing(made), ended_after(60):
+    with closing(made), ended_after(300):
         for event in events():
             made.recorder(event)
         text = ""

@@ -474,7 +474,7 @@ while reads.is_alive(): put_back(before)
 
 @pytest.mark.journey
 def test_threads_that_read_and_set_generators_end(warm_at: str, tmp_path: Path) -> None:
-    assert Forked(warm_at, ["-c", READS], tmp_path, os.environ).communicate(60) == ("", None)
+    assert Forked(warm_at, ["-c", READS], tmp_path, os.environ).communicate(300) == ("", None)
 
 
 # --- several loaders -----------------------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def test_a_store_is_served_until_a_signal():
             code = "import sys; from topotrain.tools.cli import app as cli; import atexit; atexit.register(lambda: "
             code += "print('torch' in sys.modules)); cli.main(['jobs', 'list', sys.argv[1]])"
             listed = subprocess.run(
-                [sys.executable, "-c", code, url], env=environ, capture_output=True, text=True, timeout=60
+                [sys.executable, "-c", code, url], env=environ, capture_output=True, text=True, timeout=300
             )
             assert "early" in listed.stdout and listed.stdout.endswith("False\n")  # without torch
             process.send_signal(signal.SIGINT)
