@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 
 import pytest
 import torch
-from every_message import PACKAGE, every_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_frames import PACKAGE, every_message
 from seeds import examples
 
 from topotrain.core import protocol as m

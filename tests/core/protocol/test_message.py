@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from every_message import every_message
+from random_frames import every_message
 from single_servers import ServerHarness, server, started, worker
 
 from tests.support.in_process_job import FailureObserver, PlainServerFactory

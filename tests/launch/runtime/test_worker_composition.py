@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from every_message import every_message
+from random_frames import every_message
 
 from topotrain.core.protocol import Receiver
 
