@@ -18,15 +18,18 @@ _ONE_THREAD = threading.Lock()
 
 
 def torch_state() -> torch.Tensor:
-    """Return the state of torch's CPU generator, also while other threads ask for it."""
     with _ONE_THREAD:
         return torch.get_rng_state()
 
 
 def set_torch_state(state: torch.Tensor) -> None:
-    """Set the state of torch's CPU generator, also while other threads do."""
     with _ONE_THREAD:
         torch.set_rng_state(state)
+
+
+def seed_torch(seed: int) -> None:
+    with _ONE_THREAD:
+        torch.default_generator.manual_seed(seed)
 
 
 class RngState:
@@ -46,7 +49,7 @@ class RngState:
         if self._inner is not None:
             self._write(self._inner)
         elif isinstance(self._start, int):
-            torch.default_generator.manual_seed(self._start)
+            seed_torch(self._start)
             # numpy takes seeds of 32 bits only.
             numpy.random.seed(self._start % (1 << 32))
             random.seed(self._start)
@@ -91,8 +94,7 @@ def put_back(
 ) -> None:
     """Restore a saved state; a generator that is not in it stays as it is.
 
-    Raises:
-        ConfigError: this is no such state.
+    Raises ConfigError: this is no such state.
     """
     try:
         set_torch_state(noted["torch"])

@@ -463,12 +463,12 @@ def test_bad_input_is_refused_in_the_terms_of_the_user(make, how, said):
 
 READS = """
 import gc, threading, time
-from topotrain.training.rng_state import put_back, stand
+from topotrain.training.rng_state import put_back, seed_torch, stand
 before, reads = stand(), threading.Thread(target=lambda: [stand() for _ in range(8)])
 gc.callbacks.append(lambda *_: threading.current_thread() is reads and time.sleep(0.001))
 gc.set_threshold(1)
 reads.start()
-while reads.is_alive(): put_back(before)
+while reads.is_alive(): put_back(before), seed_torch(1)
 """
 
 

@@ -37,7 +37,6 @@ FOLDER = "manifests"
 ASIDE = "manifests.previous"
 MANIFEST = "manifest.json"
 MODEL, STATE, WORKERS = "model.safetensors", "optimizer.safetensors", "workers.safetensors"
-"""The files that every snapshot has."""
 FORMAT, WITH_TABLES = 1, 2
 """Formats of a manifest. A program that knows only the first must refuse a snapshot with tables."""
 # A manifest grows with the number of tensors and batch ranges. A larger file is damage, and is not read into memory.

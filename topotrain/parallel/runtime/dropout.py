@@ -18,7 +18,7 @@ from topotrain.config.job import ConfigError
 from topotrain.parallel.program.layouts import even
 from topotrain.parallel.program.split_program import LocationKind, Program, ProgramStep, StepKind, SymbolicShape
 from topotrain.parallel.program.worker_program import hash_number
-from topotrain.training.rng_state import set_torch_state, torch_state
+from topotrain.training.rng_state import seed_torch, set_torch_state, torch_state
 
 # Each with (drops whole channels, is an alpha dropout).
 FUNCTIONS = {
@@ -282,8 +282,7 @@ def state_of_its_own(seed: int, step: ProgramStep, micro: int, me: int) -> Itera
     """Set torch's CPU generator from these numbers for the block."""
     # Draws that not all workers make must not move the generator that all have in the same state.
     before = torch_state()
-    text = f"{seed} {step.number} {micro} {me}".encode()
-    torch.default_generator.manual_seed(hash_number(text))
+    seed_torch(hash_number(f"{seed} {step.number} {micro} {me}".encode()))
     try:
         yield
     finally:
