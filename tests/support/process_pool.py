@@ -329,18 +329,17 @@ def warm_units(warm_at: str) -> None:
 
 
 def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> None:
-    for module in modules:
-        importlib.import_module(module)
+    forkserver = importlib.import_module("topotrain.launch.agent.forkserver")
+    forkserver.load(modules)
     # What reading a job makes once in each process.
     importlib.import_module("topotrain.config.job_file").loads('cluster { workspace: "w" }')
     guard_servers()
     warm_units(f"{folder}/warm")
-    gc.collect()
     gc.freeze()
-    forkserver = os.fork()
-    if not forkserver:
+    forking = os.fork()
+    if not forking:
         os.close(listening)
-        importlib.import_module("topotrain.launch.agent.forkserver").main([f"{folder}/forkserver", str(serving)])
+        forkserver.main([f"{folder}/forkserver", str(serving)])
     os.close(serving)
     request = serve(socket.socket(fileno=listening))
     if request is not None:
@@ -352,7 +351,7 @@ def main(folder: str, listening: int, serving: int, modules: Sequence[str]) -> N
             code = ending.exit_code(leaving.code)
         # Python would destroy all modules, which takes half a second of a core and shows nothing.
         ending.end_process(code)
-    os.waitpid(forkserver, 0)
+    os.waitpid(forking, 0)
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -181,16 +181,21 @@ def test_a_requester_that_reads_nothing_does_not_stop_the_others(host):
 
 LOAD = """
 import gc
+import weakref
 from topotrain.launch.agent import forkserver
+ours, childs = type("Ours", (), {}), type("Childs", (), {})
+weakref.finalize(ours, print, "ours is destroyed")
 before = [each["collections"] for each in gc.get_stats()]
 forkserver.load(["asyncio", "xml.dom.minidom"])
 assert [each["collections"] for each in gc.get_stats()] == before
 assert gc.isenabled() and gc.get_freeze_count() > 1000
+weakref.finalize(childs, print, "the child's is destroyed")
 """
 
 
-def test_an_import_in_advance_collects_no_garbage():
-    subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=300)
+def test_an_import_in_advance_collects_no_garbage_and_its_objects_are_not_destroyed_by_children():
+    done = subprocess.run([sys.executable, "-c", LOAD], check=True, timeout=300, capture_output=True, text=True)
+    assert done.stdout == "the child's is destroyed\n"
 
 
 def test_more_descriptors_than_a_request_has_space_for_are_refused(host):
