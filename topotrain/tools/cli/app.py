@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Annotated, NoReturn
 
 from typer import Exit, Option, Typer
+from typer.main import get_command
 
 from topotrain.tools.cli import chaos, compare, jobs, launch, plan, run, setup_commands, unit, watch
 from topotrain.tools.cli.command_line import PanelGroup, add, add_removed
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         from topotrain.launch.console_output import lossy_streams
 
         lossy_streams()
-    app(args=words, prog_name="topotrain")
+    COMMANDS(args=words, prog_name="topotrain")
     raise SystemExit(0)
 
 
@@ -73,3 +74,4 @@ app.add_typer(jobs.jobs, name="jobs", rich_help_panel="Look")
 app.add_typer(launch.launch, name="launch", rich_help_panel="Cluster")
 add(app, probe_command.probe, hidden=True)  # predict and advise measure by themselves
 add_removed(app)
+COMMANDS = get_command(app)
