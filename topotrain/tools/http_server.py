@@ -22,8 +22,9 @@ from threading import Condition, Thread
 from typing import Any, Protocol
 
 from topotrain.comm.security.tls import Certificate
+from topotrain.comm.transport import TransportError
 from topotrain.comm.transport.listener import Newcomers, shut_down
-from topotrain.comm.transport.tcp import ListenAddress
+from topotrain.comm.transport.tcp import ListenAddress, local_address
 from topotrain.comm.transport.tcp_socket import bind, url_of
 from topotrain.config.job import ConfigError
 
@@ -63,21 +64,22 @@ class ListeningSocket:
         return url_of(self.address.address, self.port, "https" if self.tls else "http")
 
 
-def listen(address: ListenAddress, port: int, host: str, option: str) -> ListeningSocket:
+def listen(
+    port: int = 0, host: str = "127.0.0.1", port_option: str = "--port", host_option: str = "--host"
+) -> ListeningSocket:
     """Listen for HTTP clients, over TLS if other machines reach the address.
 
-    host: the name that the user has given. option: names the port.
-
-    Raises:
-        ConfigError: the port cannot be used.
-        TransportError: TLS needs a package that is missing.
+    port: 0 for any free one. host: an address or a name of this machine. Raises ConfigError with these options.
     """
-    certificate = None if address.loopback else Certificate.make()
     try:
+        address = local_address(host)
+        certificate = None if address.loopback else Certificate.make()
         sock = bind(address.family, address.address, port)
+    except TransportError as error:  # also: TLS needs a package that is missing
+        raise ConfigError(host_option, None, str(error)) from None
     except OSError as error:
         taken = "another process listens there" if error.errno == EADDRINUSE else f"it cannot be used: {error.strerror}"
-        raise ConfigError(option, port, f"must be a free port, or 0 for any: {taken}") from None
+        raise ConfigError(port_option, port, f"must be a free port, or 0 for any: {taken}") from None
     if certificate is None:
         return ListeningSocket(sock, address)
     fingerprint = certificate.binding.hex(":").upper()

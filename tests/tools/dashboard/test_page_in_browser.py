@@ -16,8 +16,9 @@ from seeds import SOAK
 
 from topotrain.core.events import Logged, Slices, Started
 from topotrain.tools.dashboard import page_files
-from topotrain.tools.dashboard.page_server import bind_page, served_page
+from topotrain.tools.dashboard.page_server import served_page
 from topotrain.tools.dashboard.run_comparison import compared, run_figures
+from topotrain.tools.http_server import listen
 from topotrain.tools.recording.recording_file import RecordedWorkspace
 
 pytestmark = [pytest.mark.journey, pytest.mark.skipif(bool(why_none()), reason=why_none())]
@@ -436,7 +437,7 @@ def test_a_live_page_after_a_refused_connection_shows_what_comes(browser: Browse
             run.add(1.0, step("worker 0/0", 1), Logged("worker 0/0", 0.2, 2, {"lr": 0.5}), Started("server 0/0", 7))
         folders = (one.workspace, two.workspace)
         runs = {each: stack.enter_context(closing(RecordedWorkspace(each))) for each in folders}
-        url = stack.enter_context(served_page(bind_page(), runs, turn_s=0.05))
+        url = stack.enter_context(served_page(listen(), runs, turn_s=0.05))
         browser.refuse("*/api/view*")
         browser.driver.get(url)
         browser.wait("return document.body.dataset.connection === 'lost'")

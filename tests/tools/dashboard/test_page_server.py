@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from topotrain.config.job import ConfigError
 from topotrain.core.events import Notice, Started
 from topotrain.tools import http_server
 from topotrain.tools.dashboard.page_files import LIBRARY, page_files
-from topotrain.tools.dashboard.page_server import bind_page, served_page
+from topotrain.tools.dashboard.page_server import served_page
 from topotrain.tools.dashboard.run_comparison import add_new_runs, read_runs, runs_of
 from topotrain.tools.recording.job_history import JobHistory
 from topotrain.tools.recording.recorded_lines import RecordingEnd
@@ -36,7 +37,7 @@ def served(*workspaces: Path, turn_s: float = QUICK_S, host: str = "127.0.0.1") 
     """A server of these workspaces, and a client that has not logged in."""
     with ExitStack() as stack:
         runs = {each: stack.enter_context(closing(RecordedWorkspace(each))) for each in workspaces}
-        yield PageClient(stack.enter_context(served_page(bind_page(host=host), runs, turn_s)))
+        yield PageClient(stack.enter_context(served_page(http_server.listen(host=host), runs, turn_s)))
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def test_a_run_that_begins_later_comes_behind_the_others(tmp_path: Path) -> None
     with ExitStack() as stack:
         stack.enter_context(closing(GrowingRecording(tmp_path / "b", "b")))
         runs = read_runs(runs_of([tmp_path]), stack)
-        client = PageClient(stack.enter_context(served_page(bind_page(), runs, QUICK_S)))
+        client = PageClient(stack.enter_context(served_page(http_server.listen(), runs, QUICK_S)))
         client.login()
         assert client.get("/api/runs").data == []
         (tmp_path / "a").mkdir()
@@ -244,7 +245,7 @@ def test_the_page_of_a_launcher_reads_no_file_and_asks_for_no_other_run(
     monkeypatch.delattr(RecordingFollower, "_open")
     with (
         recorder_of(job_of(tmp_path)) as recorder,
-        served_page(bind_page(), {tmp_path: recorder}, QUICK_S, lone=True) as url,
+        served_page(http_server.listen(), {tmp_path: recorder}, QUICK_S, lone=True) as url,
     ):
         page = PageClient(url)
         page.login()
@@ -329,24 +330,18 @@ def test_the_end_of_the_server_tells_what_came_last_and_leaves_nothing(recording
 def test_a_port_that_is_taken_and_an_address_of_another_machine_are_refused() -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "no such host"):
         with pytest.raises(ConfigError, match=r"^--host"):
-            bind_page(host=host)
+            http_server.listen(host=host)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = rf"^--watch = {port}: must be a free port, or 0 for any: another process listens there$"
         with pytest.raises(ConfigError, match=said):
-            bind_page(port, port_option="--watch")
+            http_server.listen(port, port_option="--watch")
 
 
 def test_an_address_that_others_reach_has_tls(recording: GrowingRecording, monkeypatch: pytest.MonkeyPatch) -> None:
-    from topotrain.comm.transport import tcp
-    from topotrain.tools.dashboard import page_server
-
-    def as_if_reached(host: str) -> tcp.ListenAddress:
-        found = tcp.local_address(host)
-        return tcp.ListenAddress(found.family, found.address, loopback=False)
-
-    monkeypatch.setattr(page_server, "local_address", as_if_reached)
-    bound = bind_page(host="127.0.0.1")
+    found = http_server.local_address("127.0.0.1")
+    monkeypatch.setattr(http_server, "local_address", lambda host: replace(found, loopback=False))
+    bound = http_server.listen(host="127.0.0.1")
     source = RecordedWorkspace(recording.workspace)
     with closing(source), served_page(bound, {recording.workspace: source}, QUICK_S) as url:
         assert url.startswith("https://127.0.0.1:")

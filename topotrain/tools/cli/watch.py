@@ -133,9 +133,10 @@ def watched(port: int | None, host: str, workspace: str, recorder: "JobRecorder"
             raise BadInput("--watch-host: needs --watch")
         yield
         return
-    from topotrain.tools.dashboard.page_server import announce, bind_page, served_page
+    from topotrain.tools.dashboard.page_server import announce, served_page
+    from topotrain.tools.http_server import listen
 
-    bound = bind_page(port, host, "--watch", "--watch-host")
+    bound = listen(port, host, "--watch", "--watch-host")
     with served_page(bound, {Path(workspace).absolute(): recorder}, lone=True) as url:
         announce(bound, url)
         yield

@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
 from topotrain.tools.dashboard import page_access
 from topotrain.tools.dashboard.page_access import PageAccess
@@ -72,19 +70,6 @@ LOOK_S = 3.0
 """Seconds between two looks for runs that have begun in a folder."""
 
 
-def bind_page(
-    port: int = 0, host: str = "127.0.0.1", port_option: str = "--port", host_option: str = "--host"
-) -> ListeningSocket:
-    """Listen for browsers.
-
-    port: 0 for any free one. host: an address or a name of this machine. Raises ConfigError with these options.
-    """
-    try:
-        return listen(local_address(host), port, host, port_option)
-    except TransportError as error:
-        raise ConfigError(host_option, None, str(error)) from None
-
-
 @contextmanager
 def served_page(
     bound: ListeningSocket, runs: Mapping[Path, HistorySource], turn_s: float = TURN_S, lone: bool = False
@@ -119,7 +104,7 @@ def serve_until_stopped(folders: Sequence[Path], port: int, host: str) -> int:
         runs = read_runs(runs_of(folders), stack)
         # Blocked before threads are made, which inherit that: both signals come to `sigwait` alone.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        bound = bind_page(port, host)
+        bound = listen(port, host)
         with served_page(bound, runs) as url:
             announce(bound, url)
             while (stop := signal.sigtimedwait({signal.SIGINT, signal.SIGTERM}, LOOK_S)) is None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
-from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.tcp import local_address
 from topotrain.config.job import ConfigError
 from topotrain.tools.http_server import (
     HttpAnswer,
@@ -227,12 +225,10 @@ def _token(environ: Mapping[str, str]) -> str:
 
 def _bind(text: str, has_token: bool) -> ListeningSocket:
     host, port = split_address(text)
-    try:
-        if not available():
-            raise ConfigError(OPTION, text, MISSING)
-        address = local_address(host.strip("[]") or "127.0.0.1")
-        if not has_token and not address.loopback:
-            raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
-        return listen(address, port, host, OPTION)
-    except TransportError as error:
-        raise ConfigError(OPTION, text, str(error)) from None
+    if not available():
+        raise ConfigError(OPTION, text, MISSING)
+    bound = listen(port, host.strip("[]") or "127.0.0.1", OPTION, OPTION)
+    if not has_token and not bound.address.loopback:
+        bound.sock.close()
+        raise ConfigError(OPTION, text, f"other machines reach this address, so it needs a token: set {VARIABLE}")
+    return bound
