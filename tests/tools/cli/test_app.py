@@ -320,7 +320,6 @@ def a_look(program: str, args: Sequence[str]) -> SimpleNamespace:
 def test_plan_with_a_program_adds_slices_and_memory(ask: Ask, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=a_look))
     monkeypatch.setitem(sys.modules, "topotrain.tools.plan.model_cut", SimpleNamespace(cut_of=lambda *_: None))
-    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
     code, out, _ = ask("plan", "down.conf", "--json", "train.py", "--wide")
     data = json.loads(out)
     assert code == 0
@@ -334,7 +333,6 @@ def test_plan_of_a_program_that_raises(ask: Ask, here: Path, monkeypatch: pytest
         raise (ZeroDivisionError if args else ConfigError)("optimizer", "LBFGS", "is not element-wise")
 
     monkeypatch.setitem(sys.modules, "topotrain.parallel.api.dry_run", SimpleNamespace(look=look))
-    monkeypatch.setitem(sys.modules, "topotrain.training", SimpleNamespace())
     code, _, err = ask("plan", "down.conf", "train.py", "--wide")
     assert code == 1
     assert "train.py failed" in err

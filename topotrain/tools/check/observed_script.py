@@ -23,6 +23,7 @@ from topotrain.tools.check.compared_records import sample
 from topotrain.training import context as process
 from topotrain.training.final_parameters import save_tensors
 from topotrain.training.parameters.prepared_objects import PreparedObjects, joined
+from topotrain.training.rng_state import torch_state
 
 _MOST, _MOST_OF_WHOLE = 1 << 18, 1 << 12
 """Elements that are recorded of a step, and of each step of a whole script."""
@@ -52,7 +53,7 @@ class _StepObserver(process.PrepareObserver):
         self._calls: list[PreparedObjects] = []
         self._stepping: list[Optimizer] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        self._steps, self._draws, self._random = 0, 0, torch.get_rng_state()
+        self._steps, self._draws, self._random = 0, 0, torch_state()
         self._by_share: set[str] = set()
         self._reported: dict[str, float] = {}
         register_optimizer_step_pre_hook(self._begins)
@@ -99,7 +100,7 @@ class _StepObserver(process.PrepareObserver):
             return
         self._record("after", self._parameters())
         self._steps += 1
-        state, before = torch.get_rng_state(), self._random
+        state, before = torch_state(), self._random
         self._draws, self._random = self._draws + (not torch.equal(state, before)), state
         if self._steps == self._wanted.steps:
             raise _Enough

@@ -32,6 +32,7 @@ from topotrain.parallel.program.worker_program import replaced
 from topotrain.parallel.remote.argument_codec import CallInput, ReferenceBounds, decode
 from topotrain.parallel.remote.graph_recorder import record
 from topotrain.parallel.remote.state_numbers import ModelState, TaskCluster
+from topotrain.training.rng_state import set_torch_state, torch_state
 
 # Functions with these words draw masks, and need the client's generator: attention has dropout inside.
 _DRAWS = ("dropout", "attention", "multi_head")
@@ -164,12 +165,12 @@ class Session:
         settings = self._new_settings(train)
         if draws:
             # Masks continue the client's own sequence of random numbers, as if it computed them here.
-            tensors.insert(0, torch.get_rng_state())
+            tensors.insert(0, torch_state())
         request = {"do": "run", "number": number, "draws": draws, "settings": settings}
         reply, found = self._ask(request, tensors)
         if draws:
             # Where the cluster has stopped drawing.
-            torch.set_rng_state(found[0])
+            set_torch_state(found[0])
         if train is not None:
             # A scheduler warns if the optimizer has made no step, and the step was made on the cluster.
             train.optimizer._opt_called = True  # type: ignore[attr-defined]
