@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from job_runner import Ended, JobRunner
+from job_runner import PROGRAMS, Ended, JobRunner
 from killed_jobs import resumed, terminated
 from programs.resuming import SAMPLES, Net
 from safetensors.torch import load_file
@@ -52,14 +52,19 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobR
 
 
 def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunner) -> None:
-    """Its seven batches make four steps: two, two, two, one. Step 10 is in the middle of the third epoch."""
-    extra = "checkpoint_freq: 10 snapshot_s: 0"
-    undisturbed = runner.run(INLINE, "numbered.py", "tt", extra=extra).final
+    """Its seven batches make four steps: two, two, two, one. Step 10 is in the middle of the third epoch.
+
+    The disk takes longer for its snapshot than the job for the other steps.
+    """
+    extra, program = "checkpoint_freq: 10 snapshot_s: 0", runner.folder / "slow_disk.py"
+    slow = "import os, runpy, time; fsync = os.fsync; os.fsync = lambda fd: time.sleep(0.2) or fsync(fd)"
+    program.write_text(f"{slow}; runpy.run_path({str(PROGRAMS / 'numbered.py')!r})")
+    undisturbed = runner.run(INLINE, str(program), "tt", extra=extra).final
     numbers = runner.folder / "numbers-1.txt"
     seen = numbers.read_text().splitlines()
     at = runner.folder / "job" / "manifests" / "step-10"
     numbers.unlink()
-    ended = runner.run(INLINE, "numbered.py", "tt", extra=extra, options=("--resume", str(at)))
+    ended = runner.run(INLINE, str(program), "tt", extra=extra, options=("--resume", str(at)))
     assert "counts them by enumerate(loader)" not in ended.err
     assert numbers.read_text().splitlines() == seen[-10:]
     assert all(torch.equal(tensor, ended.final[name]) for name, tensor in undisturbed.items())

@@ -135,7 +135,7 @@ def test_the_four_frameworks_learn_to_read_digits(tmp_path: Path, served_at: str
     examples = Path(__file__).parent.parent.parent / "examples"
     confs = [str(examples / "conf" / f"{name}.conf") for name in ("sandblaster", "allreduce", "downpour", "hogwild")]
     command = [*client(warm_at), "-m", "topotrain", "compare", f"--forkserver={served_at}", "--out", str(tmp_path)]
-    epochs, least = (20, 0.95) if SOAK else (6, 0.9)
+    epochs, least = (20, 0.95) if SOAK else (6, 0.85)
     program = [str(examples / "digits.py"), "--epochs", str(epochs)]
     done = subprocess.run([*command, *confs, *program], capture_output=True, text=True, cwd=examples.parent)
     assert done.returncode == 0, done.stderr

@@ -376,6 +376,11 @@ class SnapshotPort:
         self._due = time.monotonic() + every_s
         self._messages: SimpleQueue[Message] = SimpleQueue()
 
+    def read_by(self, reader: PortReader) -> None:
+        """Wake this reader from now on."""
+        self._reader = reader
+        reader.poke()
+
     def execute(self, order: SnapshotOrder) -> None:
         self._writer.submit(self, order)
 

@@ -91,7 +91,7 @@ class ServerSnapshots:
         self._texts = TextParts()
         self._freezer: ShardFreezer | None = None
         self._frozen: dict[int, FrozenShard] = {}  # until its layout is known
-        self._announced = self._due = self._last = self._laid_out = 0
+        self._announced = self._due = self._last = self._laid_out = self._written = 0
         self._unsent: dict[int, int] = {}  # worker group -> the snapshot of which its workers are to be told
 
     def attach_host(self, host: SnapshotHost, first: int = 1) -> None:
@@ -99,6 +99,14 @@ class ServerSnapshots:
         self._host = host
         if self.coordinator is not None:
             self.coordinator.attach_host(host, first)
+
+    @property
+    def writing(self) -> bool:
+        """Whether a snapshot is being written, which the end of the job waits for."""
+        # The shards of several groups reply over the first ones of their groups, which may have ended.
+        if self._cut is not None or self._host is None:
+            return False
+        return self._last > self._written or (self.coordinator is not None and self.coordinator.writing)
 
     def replace_host(self, host: SnapshotHost) -> None:
         self._host = host
@@ -204,6 +212,8 @@ class ServerSnapshots:
     # --- texts of the other shards, and of the hosts -------------------------------------------------------------
 
     def _send(self, number: int, stage: int, data: Mapping[str, Any]) -> None:
+        if stage == WRITTEN:
+            self._written = number
         for part in snapshot_parts(number, stage, data, self._me.index):
             self._queue.send(self._receiver, part)
 
@@ -212,6 +222,8 @@ class ServerSnapshots:
         if sender == self._me:
             # A host does not set the shard, which the coordinator needs if the text is forwarded.
             message = replace(message, shard=self._me.index)
+            if message.stage == WRITTEN and message.part == message.parts - 1:
+                self._written = message.number
         down = message.stage in (LAYOUT, CUT)
         # Replies go up, from the shards of a group over its first shard to the coordinator.
         if not down and self.coordinator is None:

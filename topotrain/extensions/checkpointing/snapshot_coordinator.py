@@ -182,6 +182,12 @@ class SnapshotCoordinator:
         """Whether the coordinator's host is about to write the manifest."""
         return self._now is not None and self._now.publishing
 
+    @property
+    def writing(self) -> bool:
+        """Whether hosts write files of the frozen shards, or the manifest."""
+        now = self._now
+        return now is not None and bool(now.facts) and (now.publishing or len(now.written) < len(self._servers))
+
     def attach_host(self, host: SnapshotHost, first: int | None = None) -> None:
         """Send orders to this host. first: the number of the next snapshot."""
         self._host, self.has_host = host, True

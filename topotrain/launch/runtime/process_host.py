@@ -185,6 +185,11 @@ class ServerEndpoint(MessageSender):
             self._read_snapshots()
         self._notify_if_done()
 
+    def read_to_the_end(self) -> None:
+        """Handle messages of the snapshot writer as they come: no script's thread does it any more."""
+        if self._snapshots is not None:
+            self._snapshots.read_by(self)
+
     def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, with the server itself as its sender."""
         with self._guarded():
@@ -273,7 +278,8 @@ class ServerEndpoint(MessageSender):
             return False
         # A server is done before its last messages are sent, and they are sent under the lock.
         with self._lock:
-            return self.server.done and not self.workers
+            writes = self._snapshots is not None and snapshots_of(self.server).writing
+            return self.server.done and not self.workers and not writes
 
 
 class HostedServers:
@@ -332,6 +338,8 @@ class HostedServers:
     def wait(self) -> None:
         """Return when the job needs these servers no more."""
         poll_s = self._place.job.cluster.poll_time / 1000
+        for endpoint in self.endpoints.values():
+            endpoint.read_to_the_end()
         while True:
             self._change.clear()
             if all(endpoint.done for endpoint in self.endpoints.values()):
