@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from types import MethodType
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from topotrain.comm.router import RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import Cluster, Job, Reduce
 from topotrain.config.topology import Address, Role, Topology, layout
 from topotrain.core.client.client import Client
@@ -426,7 +427,7 @@ def run_hosted(
     topology, threads = layout(job.cluster, hosts), _JobThreads()
     (directory / "store").mkdir(mode=0o700)
     url = (directory / "store").as_uri()
-    sockets = Path(socket_directory())
+    sockets = Path(mkdtemp(prefix="tt-"))
 
     def place() -> RouterConfig:
         return RouterConfig(job, topology, Identity(job.name, bytes(32), 0, 0, job.digest()), open_store(url), sockets)

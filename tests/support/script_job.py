@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ import topotrain as tt
 from tests.support.in_process_job import FailureObserver
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import socket_directory
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.launch.runtime.prepare_composition import prepare_extensions
@@ -63,7 +63,7 @@ class Here:
     def __init__(self, job, folder):
         self.told = []
         (folder / "store").mkdir(mode=0o700)
-        store, sockets = open_store((folder / "store").as_uri()), Path(socket_directory())
+        store, sockets = open_store((folder / "store").as_uri()), Path(mkdtemp(prefix="tt-"))
         places = [
             RouterConfig(job, layout(job.cluster), Identity(job.name, bytes(32), n, 0, job.digest()), store, sockets)
             for n in (1, 2)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import Queue
+from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.transport import Transport
 from topotrain.comm.transport.inprocess import InProcessTransport
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.comm.transport.tcp import TcpTransport
 from topotrain.comm.transport.unix_transport import SharedMemoryTransport
 from topotrain.config.topology import Address, Role
@@ -87,7 +88,7 @@ class TransportGroup:
         if self.kind in ("tcp", "tls"):
             wire = TcpTransport(identity(**changes), patience=patience, tls=self.kind == "tls")
         else:
-            self.directory = self.directory or socket_directory()
+            self.directory = self.directory or mkdtemp(prefix="tt-")
             wire = SharedMemoryTransport(identity(**changes), self.directory, ProcessMemory(), patience)
         self.wires.append(wire)
         return wire

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from topotrain.comm.emulation.link import (
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import Cluster, ConfigError, Job, Link
 from topotrain.config.topology import Address, Role, layout
 from topotrain.tools import amounts
@@ -208,7 +209,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_end(
 def test_units_talk_over_tcp_and_the_processes_of_one_as_before(tmp_path: Path, transport: str) -> None:
     job = job_of("two by two", link=LINKS[2], transport=transport)
     (tmp_path / "store").mkdir(mode=0o700)
-    sockets = Path(socket_directory())
+    sockets = Path(mkdtemp(prefix="tt-"))
 
     def router_of(number: int) -> Router:
         store = open_store((tmp_path / "store").as_uri())

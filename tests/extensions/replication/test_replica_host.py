@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from in_process_job import (
@@ -24,7 +25,7 @@ from in_process_job import (
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.model.schema import PrivateMemory
@@ -74,7 +75,7 @@ class ServerProcesses:
         self.job_threads = _JobThreads()
         self.routers: dict[int, Router] = {}
         (folder / "store").mkdir(mode=0o700)
-        self.url, self.sockets = (folder / "store").as_uri(), Path(socket_directory())
+        self.url, self.sockets = (folder / "store").as_uri(), Path(mkdtemp(prefix="tt-"))
         self.missed: list[Address] = []
 
     def place(self, unit: int) -> RouterConfig:

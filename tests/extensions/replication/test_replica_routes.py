@@ -2,6 +2,7 @@
 
 import threading
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core.protocol import Message
 from topotrain.extensions.replication.replicated_server import standby_of
@@ -48,7 +49,7 @@ class Processes:
 
     def __init__(self, folder: Path, addresses: tuple[str, str]) -> None:
         job = job_of(transport="kTcp", nservers_per_group=2, replicas=2)
-        topology, sockets = layout(job.cluster), Path(socket_directory())
+        topology, sockets = layout(job.cluster), Path(mkdtemp(prefix="tt-"))
         store = open_store(folder.as_uri())
         identity = Identity(job.name, b"7" * 32, 0, 0, job.digest())
         self.memory = ProcessMemory()

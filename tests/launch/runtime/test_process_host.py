@@ -4,6 +4,7 @@ Bits over each transport: training/test_plain_loop.py.
 """
 
 from pathlib import Path
+from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from topotrain.comm.router import Router, RouterConfig
 from topotrain.comm.security.handshake import Identity
 from topotrain.comm.store import open_store
 from topotrain.comm.transport import TransportError
-from topotrain.comm.transport.shared_memory import ProcessMemory, socket_directory
+from topotrain.comm.transport.shared_memory import ProcessMemory
 from topotrain.config.job import Cluster, Job
 from topotrain.config.topology import Address, Role, layout
 from topotrain.core import protocol as m
@@ -25,7 +26,7 @@ from topotrain.launch.runtime.worker_connections import WorkerConnections
 def place(tmp_path):
     """place(job, token, number): a process of the job."""
     (tmp_path / "store").mkdir(mode=0o700)
-    sockets = Path(socket_directory())
+    sockets = Path(mkdtemp(prefix="tt-"))
 
     def made(job=None, token=bytes(32), number=1):
         job = job or Job()

@@ -41,17 +41,6 @@ def test_lengths_shrink_towards_the_end_and_a_slow_group_reads_fewer_batches():
     assert sum(shrinking) == 1000 and sum(length for group, length in lengths if group) < 1000 / 4
 
 
-def test_while_warming_up_only_group_0_leases():
-    book = LeaseQueue(2, warming=True)
-    assert ask(book, worker(1), 0, total=2) == []
-    assert only(ask(book, worker(0), 0, total=2)).last == 1
-    assert only(book.warmed()).first == 1
-    book = LeaseQueue(2, warming=True)
-    assert ask(book, worker(1), 0, total=1) == []
-    only(ask(book, worker(0), 0, total=1))
-    assert {reply.last for _, reply in ask(book, worker(0), 1, total=1, wait=True)} == {-1}
-
-
 def test_different_batch_lists_are_refused_naming_both_workers():
     book = LeaseQueue(2)
     ask(book, worker(0), 0, digest=5)

@@ -123,11 +123,6 @@ class Listener:
         self._acceptor = threading.Thread(target=self._accept, name=name, daemon=True)
         self.refused = 0  # connections that were refused because of a limit
 
-    @property
-    def unproven(self) -> int:
-        """How many connections have not proven themselves yet."""
-        return len(self._unproven)
-
     def start(self) -> None:
         """Begin to accept connections."""
         self._acceptor.start()

@@ -9,7 +9,6 @@ import fcntl
 import mmap
 import os
 import stat
-import tempfile
 import threading
 import weakref
 from bisect import bisect_right
@@ -189,12 +188,6 @@ class ProcessMemory:
 def unsized_memfd() -> int:
     """Return a memfd of size 0, for processes that share it by `ProcessMemory.adopt`."""
     return os.memfd_create("topotrain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-
-
-def socket_directory() -> str:
-    """Make a 0700 directory for Unix sockets; the caller removes it."""
-    # Not below the workspace: a socket's address has only 107 bytes for the path.
-    return tempfile.mkdtemp(prefix="tt-")
 
 
 def _mapped(fd: int, nbytes: int) -> mmap.mmap:

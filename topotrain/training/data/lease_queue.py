@@ -238,16 +238,14 @@ class LeaseQueue(RegroupExtension):
     Args:
         groups: worker groups of the job.
         workers: workers in each group.
-        warming: only group 0 leases until `warmed()`. Requests of other groups wait.
         singly: a worker may restart by itself, and request drawn batches again.
     """
 
     messages = before_model = (LeaseRequest, LeaseRelease, DrawnBatches, DrawRequest, PassBegun)
 
-    def __init__(self, groups: int, workers: int = 1, warming: bool = False, singly: bool = False) -> None:
+    def __init__(self, groups: int, workers: int = 1, singly: bool = False) -> None:
         self._groups = groups
         self._workers = workers
-        self._warming = warming
         self._singly = singly
         self._finished: set[int] = set()
         self._parting: set[int] = set()
@@ -308,9 +306,6 @@ class LeaseQueue(RegroupExtension):
     def group_over(self, group: int) -> Replies:
         """Stop waiting for a group with scripts that have ended. May be called twice."""
         self._finished.add(group)
-        # Without group 0 the warm-up would never end.
-        if group == 0:
-            self._warming = False
         return self._reply_to_all()
 
     def group_leaves(self, group: int) -> Replies:
@@ -362,11 +357,6 @@ class LeaseQueue(RegroupExtension):
             self._draws.forget(worker)
         for epoch in self._epochs.values():
             epoch.forget(worker)
-
-    def warmed(self) -> Replies:
-        """End the warm-up: every group leases."""
-        self._warming = False
-        return self._reply_to_all()
 
     @property
     def open_epochs(self) -> tuple[int, ...]:
@@ -475,8 +465,6 @@ class LeaseQueue(RegroupExtension):
             return _lease(ask, table[ask.ordinal])
         if sender.group in epoch.left or sender.group in self._finished or self._is_over(epoch):
             return _over(ask)
-        if self._warming and sender.group != 0:
-            return None
         # Without `wait` the worker still has batches to read, and asks again.
         if sender.group in self._parting and ask.wait:
             return Lease(ask.epoch, ask.ordinal, LEAVES, 0, -1)
@@ -514,7 +502,6 @@ class LeaseQueue(RegroupExtension):
 
     def state_dict(self) -> State:
         return {
-            "warming": self._warming,
             "finished": self._finished,
             "parting": self._parting,
             "floor": self._floor,
@@ -526,7 +513,7 @@ class LeaseQueue(RegroupExtension):
         }
 
     def load_state_dict(self, state: State) -> None:
-        self._warming, self._floor = state["warming"], state["floor"]
+        self._floor = state["floor"]
         self._finished, self._parting = set(state["finished"]), set(state["parting"])
         self._newest, self._absent = dict(state["newest"]), set(state["absent"])
         self._epochs = {number: _Epoch.from_state(epoch) for number, epoch in state["epochs"].items()}
