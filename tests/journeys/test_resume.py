@@ -52,22 +52,24 @@ def test_a_job_whose_processes_all_get_sigterm_goes_on_where_it_was(runner: JobR
 
 
 def test_a_resumed_epoch_goes_on_with_the_numbers_of_its_batches(runner: JobRunner) -> None:
-    """Its seven batches make four steps: two, two, two, one. Step 10 is in the middle of the third epoch.
-
-    The disk takes longer for its snapshot than the job for the other steps.
-    """
+    """Seven batches make four steps: step 10 is in the third epoch. The disk takes longer than the rest of the job."""
     extra, program = "checkpoint_freq: 10 snapshot_s: 0", runner.folder / "slow_disk.py"
-    slow = "import os, runpy, time; fsync = os.fsync; os.fsync = lambda fd: time.sleep(0.2) or fsync(fd)"
-    program.write_text(f"{slow}; runpy.run_path({str(PROGRAMS / 'numbered.py')!r})")
+    slow = "import os, runpy, threading, time; fsync = os.fsync; here = threading.current_thread; "
+    slow += "os.fsync = lambda fd: here().name == 'snapshots' and time.sleep(0.2) or fsync(fd); "
+    numbered = f"runpy.run_path({str(PROGRAMS / 'numbered.py')!r})"
+    program.write_text(slow + numbered)
     undisturbed = runner.run(INLINE, str(program), "tt", extra=extra).final
     numbers = runner.folder / "numbers-1.txt"
     seen = numbers.read_text().splitlines()
-    at = runner.folder / "job" / "manifests" / "step-10"
     numbers.unlink()
-    ended = runner.run(INLINE, str(program), "tt", extra=extra, options=("--resume", str(at)))
+    ended = runner.run(INLINE, str(program), "tt", extra=extra, options=("--resume", "job/manifests/step-10"))
     assert "counts them by enumerate(loader)" not in ended.err
     assert numbers.read_text().splitlines() == seen[-10:]
     assert all(torch.equal(tensor, ended.final[name]) for name, tensor in undisturbed.items())
+    silent = "import topotrain.extensions.checkpointing.checkpoint_writer as writer; writer.END_S = 1.0; "
+    program.write_text(slow.replace("0.2", "99") + silent + numbered)
+    said = runner.run(INLINE, str(program), "tt", extra=extra, name="silent").err
+    assert "the last snapshot was not written within 1 s of the end of training" in said
 
 
 def test_sigterm_leaves_one_of_several_server_groups_with_every_sample_once(runner: JobRunner) -> None:

@@ -68,6 +68,7 @@ STEPS = "step-"
 LEADER = Address(Role.SERVER, 0, 0)
 """The coordinator of snapshots. Its host writes the manifests."""
 LATE_S = 60.0  # of work on a snapshot, after which the user learns that it takes long
+END_S = 15.0  # that the end of a job waits for a snapshot: the launcher ends servers that stay for 20 s
 _NICE = 10
 _SUMMED = 16 << 20  # bytes that one checksum covers at most
 
@@ -233,7 +234,7 @@ class SnapshotWriter:
         reader: woken when the port has messages. replaces: another process was the host before.
         """
         leads = snapshots.coordinator is not None
-        port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, reader)
+        port = SnapshotPort(self, self._job.snapshot_s if leads else 0.0, reader, self._notifier)
         if leads:
             self._leader, self._refusal = port, snapshots.refusal
         # `snapshot_s` is on by default, so only the explicit `checkpoint_freq` gets a notice.
@@ -307,7 +308,7 @@ class SnapshotWriter:
         try:
             reply = self._write(order) if isinstance(order, WriteSnapshot) else self._publish(order)
         # A full disk costs this snapshot and not the job. The coordinator drops it when all hosts have replied.
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             reply = {"error": str(error)}
             # For the coordinator PUBLISHED is the end, with or without an error, so the files are removed here.
             if isinstance(order, PublishSnapshot):
@@ -371,15 +372,20 @@ class SnapshotPort:
     every_s: seconds from one snapshot to the next. 0: no snapshots by time.
     """
 
-    def __init__(self, writer: SnapshotWriter, every_s: float, reader: PortReader | None) -> None:
-        self._writer, self._every_s, self._reader = writer, every_s, reader
+    def __init__(self, writer: SnapshotWriter, every_s: float, reader: PortReader | None, notifier: Notifier) -> None:
+        self._writer, self._every_s, self._reader, self._notifier = writer, every_s, reader, notifier
         self._due = time.monotonic() + every_s
         self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._until = math.inf  # at which the process ends although a snapshot is being written
 
-    def read_by(self, reader: PortReader) -> None:
-        """Wake this reader from now on."""
-        self._reader = reader
-        reader.poke()
+    def holds_end(self, writing: bool) -> bool:
+        """Whether a server of which the job needs no more stays for a snapshot that is being written."""
+        self._until = min(self._until, time.monotonic() + END_S)
+        if writing and time.monotonic() >= self._until:
+            self._notifier.notify(f"the last snapshot was not written within {END_S:.0f} s of the end of training")
+            self._notifier = NO_NOTICES  # it is said once
+            return False
+        return writing
 
     def execute(self, order: SnapshotOrder) -> None:
         self._writer.submit(self, order)

@@ -185,11 +185,6 @@ class ServerEndpoint(MessageSender):
             self._read_snapshots()
         self._notify_if_done()
 
-    def read_to_the_end(self) -> None:
-        """Handle messages of the snapshot writer as they come: no script's thread does it any more."""
-        if self._snapshots is not None:
-            self._snapshots.read_by(self)
-
     def handle_own(self, message: Message) -> None:
         """Handle a message of the launcher, with the server itself as its sender."""
         with self._guarded():
@@ -278,8 +273,11 @@ class ServerEndpoint(MessageSender):
             return False
         # A server is done before its last messages are sent, and they are sent under the lock.
         with self._lock:
-            writes = self._snapshots is not None and snapshots_of(self.server).writing
-            return self.server.done and not self.workers and not writes
+            if not self.server.done or self.workers:
+                return False
+            # The script's thread, which read them for an inline server, does it no more.
+            self._read_snapshots()
+            return self._snapshots is None or not self._snapshots.holds_end(snapshots_of(self.server).writing)
 
 
 class HostedServers:
@@ -338,8 +336,6 @@ class HostedServers:
     def wait(self) -> None:
         """Return when the job needs these servers no more."""
         poll_s = self._place.job.cluster.poll_time / 1000
-        for endpoint in self.endpoints.values():
-            endpoint.read_to_the_end()
         while True:
             self._change.clear()
             if all(endpoint.done for endpoint in self.endpoints.values()):
